@@ -1,0 +1,1 @@
+"""Step time and memory against non-private training and against the peers."""

@@ -1,0 +1,195 @@
+"""One adapter per library: how it clips a workload's batch, and one private step with it.
+
+Every library clips each record's whole gradient to norm `CLIP_NORM` by Abadi's rule, adds the
+records up, and takes a step of SGD on the sum divided by the batch size.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from benchmarks.workloads import Batch, Workload
+
+CLIP_NORM = 1.0
+LEARNING_RATE = 1e-3
+
+
+class Private(Protocol):
+    """A workload set up for one library."""
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        """The sum of the clipped gradients of the batch, without noise, by parameter name."""
+
+    def step(self) -> None:
+        """One private step, from the batch to new parameters."""
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """The optimizer of every step."""
+    return torch.optim.SGD(trainable(model).values(), lr=LEARNING_RATE)
+
+
+def plain(workload: Workload) -> Callable[[], None]:
+    """The non-private step that all others are measured against."""
+    optimizer = sgd(workload.model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(workload.batch).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+class Hushgrad:
+    """This library. It cannot add noise yet."""
+
+    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+        import hushgrad as hg
+
+        if noise_multiplier:
+            raise NotImplementedError("noise")
+        self.hg, self.workload = hg, workload
+        self.params = trainable(workload.model)
+        self.optimizer = sgd(workload.model)
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        model, loss, batch = self.workload
+        clip = self.hg.abadi(CLIP_NORM)
+        return self.hg.clipped_sum(
+            loss, self.params, batch, clip=clip, groups=self.hg.whole, modules=(model,)
+        ).sum
+
+    def step(self) -> None:
+        batch_size = len(self.workload.batch[0])
+        for name, total in self.clipped_sum().items():
+            self.params[name].grad = total / batch_size
+        self.optimizer.step()
+
+
+class OpacusHooks:
+    """Opacus with `grad_sample_mode="hooks"`: every per-sample gradient is stored."""
+
+    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+        from opacus import GradSampleModule
+        from opacus.optimizers import DPOptimizer
+
+        self.workload = workload
+        self.params = trainable(workload.model)
+        # The hooks sit on the submodules, so that the loss can go on calling the model itself.
+        self.module = GradSampleModule(workload.model)
+        self.optimizer = DPOptimizer(
+            sgd(workload.model),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=CLIP_NORM,
+            expected_batch_size=len(workload.batch[0]),
+        )
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.workload.loss(self.workload.batch).mean().backward()
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        self.backward()
+        self.optimizer.clip_and_accumulate()
+        return {name: p.summed_grad for name, p in self.params.items()}
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+
+class OpacusGhost:
+    """Opacus with `grad_sample_mode="ghost"`: norms in a first backward pass, the sum in a second."""
+
+    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizerFastGradientClipping
+
+        self.workload = workload
+        self.params = trainable(workload.model)
+        self.module = GradSampleModuleFastGradientClipping(
+            workload.model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True
+        )
+        self.optimizer = DPOptimizerFastGradientClipping(
+            sgd(workload.model),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=CLIP_NORM,
+            expected_batch_size=len(workload.batch[0]),
+        )
+
+    def backward(self) -> None:
+        from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = self.workload.loss(self.workload.batch)
+        DPTensorFastGradientClipping(self.module, self.optimizer, losses, "mean").backward()
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        self.backward()
+        self.optimizer.accumulate()
+        return {name: p.summed_grad for name, p in self.params.items()}
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+
+class LossModule(nn.Module):
+    """A loss as a module, so that `functional_call` can swap the parameters it closes over."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.model, self.loss = workload.model, workload.loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(batch)
+
+
+class Vmap:
+    """`torch.func.vmap(grad)` over the whole batch, by hand."""
+
+    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+        self.workload = workload
+        self.noise_multiplier = noise_multiplier
+        self.params = trainable(workload.model)
+        self.optimizer = sgd(workload.model)
+        module = LossModule(workload)
+
+        def loss(params: dict[str, Tensor], record: Batch) -> Tensor:
+            swapped = {f"model.{name}": p for name, p in params.items()}
+            return functional_call(module, swapped, (tuple(t.unsqueeze(0) for t in record),))[0]
+
+        self.gradients = vmap(grad(loss), in_dims=(None, 0), randomness="different")
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        params = {name: p.detach() for name, p in self.params.items()}
+        gradients = self.gradients(params, self.workload.batch)
+        squares = [g.flatten(1).square().sum(1) for g in gradients.values()]
+        weights = (CLIP_NORM / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
+        return {name: torch.tensordot(weights, g, 1) for name, g in gradients.items()}
+
+    def step(self) -> None:
+        batch_size = len(self.workload.batch[0])
+        for name, total in self.clipped_sum().items():
+            if self.noise_multiplier:
+                total += self.noise_multiplier * CLIP_NORM * torch.randn_like(total)
+            self.params[name].grad = total / batch_size
+        self.optimizer.step()
+
+
+LIBRARIES: dict[str, Callable[..., Private]] = {
+    "hushgrad": Hushgrad,
+    "opacus-hooks": OpacusHooks,
+    "opacus-ghost": OpacusGhost,
+    "vmap": Vmap,
+}
+WITHOUT_NOISE = frozenset({"hushgrad"})

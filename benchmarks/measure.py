@@ -1,0 +1,133 @@
+"""What one child process measures: python -m benchmarks.measure TASK WORKLOAD LIBRARY REPEATS.
+
+Prints one line of JSON. A library that fails on a workload is an answer, not a crash.
+"""
+
+import gc
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.libraries import CLIP_NORM, LIBRARIES, WITHOUT_NOISE, plain, trainable
+from benchmarks.workloads import Workload, build
+
+WARMUP = 2
+
+
+def oracle(workload: Workload) -> dict[str, Tensor]:
+    """The clipped sum, one record at a time with ordinary autograd."""
+    params = trainable(workload.model)
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    for i in range(len(workload.batch[0])):
+        record = tuple(t[i : i + 1] for t in workload.batch)
+        gradients = torch.autograd.grad(workload.loss(record)[0], list(params.values()))
+        norm = sum(g.double().square().sum() for g in gradients) ** 0.5
+        for name, g in zip(params, gradients, strict=True):
+            total[name] += g * min(1.0, CLIP_NORM / float(norm))
+    return total
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """‖found − expected‖ ÷ ‖expected‖ over all parameters together."""
+    assert found.keys() == expected.keys(), "the clipped sum names other parameters"
+    missed = sum((found[n].double() - e).square().sum() for n, e in expected.items())
+    return float((missed / sum(e.square().sum() for e in expected.values())) ** 0.5)
+
+
+def check(workload: str, library: str) -> float:
+    """Relative error of the library's clipped sum, with dropout set to 0."""
+    private = LIBRARIES[library](build(workload, dropout=False), noise_multiplier=0.0)
+    return relative_error(private.clipped_sum(), oracle(build(workload, dropout=False)))
+
+
+def seconds(step: Callable[[], None]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def timing(workload: str, library: str, repeats: int) -> dict[str, float]:
+    """Median step times, and the median of each private step's ratio to its plain neighbour.
+
+    The steps take turns, each on its own copy of the model, so that a slow spell of the machine
+    falls on all of them.
+    """
+    noises = {"without_noise": 0.0} | ({} if library in WITHOUT_NOISE else {"with_noise": 1.0})
+    steps = {"plain": plain(build(workload))}
+    for name, noise in noises.items():
+        steps[name] = LIBRARIES[library](build(workload), noise_multiplier=noise).step
+    for _ in range(WARMUP):
+        for step in steps.values():
+            step()
+    gc.collect()
+    rounds = [{name: seconds(step) for name, step in steps.items()} for _ in range(repeats)]
+    return {"plain_seconds": statistics.median(r["plain"] for r in rounds)} | {
+        name: statistics.median(r[name] / r["plain"] for r in rounds) for name in noises
+    }
+
+
+def reset_peak() -> bool:
+    """Start the kernel's peak of resident memory afresh, where it can be (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(*, was_reset: bool) -> int:
+    """Peak resident memory, since the reset if there was one."""
+    if was_reset:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory(workload: str, library: str, repeats: int) -> int:
+    """Bytes by which the peak of a few steps exceeds the memory of the model and its set-up."""
+    # A first backward pass loads code and starts threads, which is no part of the step's need.
+    torch.nn.Linear(64, 64)(torch.rand(64, 64)).sum().backward()
+    built = build(workload)
+    step = (
+        plain(built)
+        if library == "plain"
+        else LIBRARIES[library](built, noise_multiplier=0.0).step
+    )
+    gc.collect()
+    was_reset = reset_peak()
+    start = psutil.Process().memory_info().rss
+    for _ in range(WARMUP):
+        step()
+    return peak_bytes(was_reset=was_reset) - start
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, cut to fit a table."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def main(task: str, workload: str, library: str, repeats: int) -> dict[str, object]:
+    """Run one task; an exception of the library becomes `{"refuses": reason}`."""
+    try:
+        if task == "memory":
+            return {"peak_bytes": memory(workload, library, repeats)}
+        return {"error": check(workload, library)} | timing(workload, library, repeats)
+    except Exception as error:
+        return {"refuses": reason(error)}
+
+
+if __name__ == "__main__":
+    task, workload, library, repeats = sys.argv[1:]
+    sys.stdout.write(json.dumps(main(task, workload, library, int(repeats))) + "\n")

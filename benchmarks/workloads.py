@@ -1,0 +1,160 @@
+"""The models and batches that are timed: random data, the same at every build."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, ...]
+
+
+class Workload(NamedTuple):
+    """A model, a batch, and `loss(batch) -> [batch]`, which closes over the model."""
+
+    model: nn.Module
+    loss: Callable[[Batch], Tensor]
+    batch: Batch
+
+
+def classifier(model: nn.Module, x: Tensor, classes: int) -> Workload:
+    """Cross-entropy of `model(x)` against random labels."""
+    y = torch.randint(classes, (len(x),))
+    return Workload(
+        model, lambda batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), (x, y)
+    )
+
+
+def mlp(*, dropout: bool) -> Workload:
+    """784-1024-1024-10 with ReLU, batch 256."""
+    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return classifier(nn.Sequential(*layers, nn.Linear(1024, 10)), torch.rand(256, 784), 10)
+
+
+def cnn(*, dropout: bool) -> Workload:
+    """The MNIST network of the papers, 26 010 parameters, batch 512."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
+    )
+    return classifier(model, torch.rand(512, 1, 28, 28), 10)
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions with GroupNorm and a shortcut, 1×1 where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = outputs // inputs
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, outputs)
+        same = inputs == outputs
+        self.short = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(inner)) + self.short(x))
+
+
+def resnet20(*, dropout: bool) -> Workload:
+    """ResNet-20 with GroupNorm on 3×32×32, about 270 000 parameters, batch 128."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.GroupNorm(8, 16),
+        nn.ReLU(),
+        *(Block(a, b) for a, b in pairwise(widths)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    return classifier(model, torch.rand(128, 3, 32, 32), 10)
+
+
+def positions(ids: Tensor) -> Tensor:
+    """One row of positions per record.
+
+    Left to themselves the models look up one row for the whole batch, in which Opacus finds no
+    batch dimension; given as data, every library can run.
+    """
+    return torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+
+
+def bert(*, dropout: bool) -> Workload:
+    """Hugging Face BERT for classification, 6 layers of 384, sequence 64, batch 32."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        num_hidden_layers=6, hidden_size=384, num_attention_heads=6, intermediate_size=1536
+    )
+    if not dropout:
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = BertForSequenceClassification(config)
+    ids = torch.randint(config.vocab_size, (32, 64))
+    types = torch.zeros_like(ids)
+    labels = torch.randint(2, (32,))
+
+    def loss(batch: Batch) -> Tensor:
+        ids, types, places, labels = batch
+        logits = model(input_ids=ids, token_type_ids=types, position_ids=places).logits
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    return Workload(model, loss, (ids, types, positions(ids), labels))
+
+
+def gpt2(*, dropout: bool) -> Workload:
+    """Hugging Face GPT-2 with its tied head, 6 layers of 384, sequence 100, batch 16."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=6, n_embd=384, n_head=6, use_cache=False)
+    if not dropout:
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    model = GPT2LMHeadModel(config)
+    ids = torch.randint(config.vocab_size, (16, 100))
+
+    def loss(batch: Batch) -> Tensor:
+        ids, places = batch
+        logits = model(input_ids=ids, position_ids=places).logits[:, :-1]
+        # Flattened: with the classes in dimension 1 the same loss takes several times as long.
+        words = ids[:, 1:].flatten()
+        tokens = F.cross_entropy(logits.flatten(0, 1), words, reduction="none")
+        return tokens.view(len(ids), -1).mean(dim=1)
+
+    return Workload(model, loss, (ids, positions(ids)))
+
+
+def logistic(*, dropout: bool) -> Workload:
+    """Logistic regression on 123 features, batch 1024."""
+    model = nn.Linear(123, 1)
+    x, y = torch.rand(1024, 123), torch.randint(2, (1024,)).float()
+
+    def loss(batch: Batch) -> Tensor:
+        x, y = batch
+        return F.binary_cross_entropy_with_logits(model(x).squeeze(1), y, reduction="none")
+
+    return Workload(model, loss, (x, y))
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    build.__name__: build for build in (mlp, cnn, resnet20, bert, gpt2, logistic)
+}
+
+
+def build(name: str, *, dropout: bool = True) -> Workload:
+    """Build a workload in training mode from a fixed seed; `dropout=False` sets it to 0."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[name](dropout=dropout)
+    workload.model.train()
+    return workload

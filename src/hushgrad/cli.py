@@ -1,0 +1,72 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hushgrad.diagnosis import doctor as examine
+from hushgrad.types import Refused
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def hushgrad() -> None:
+    """Train PyTorch models with differential privacy."""
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        str, typer.Argument(help="module:function; it returns a model, its loss and a batch")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Show how a model's per-sample gradients are computed, and prove them on probes.
+
+    Exits with 0 if the model is certified, 1 if it is refused, 2 if TARGET is no such function.
+    """
+    model, loss, batch = _load(target)
+    console = Console()
+    try:
+        diagnosis = examine(model, loss, batch)
+    except Refused as refusal:
+        if as_json:
+            print(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
+        else:
+            console.print(f"[bold red]refused[/bold red]: {escape(str(refusal))}")
+        raise typer.Exit(1) from refusal
+    if as_json:
+        facts = asdict(diagnosis) | {"verdict": diagnosis.verdict, "healthy": diagnosis.healthy}
+        print(json.dumps(facts))
+    else:
+        console.print(diagnosis)
+    raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+def _load(target: str) -> Any:
+    module_name, colon, function_name = target.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        if not colon:
+            raise ImportError("no colon in it")
+        found = getattr(importlib.import_module(module_name), function_name)
+        model, loss, batch = found()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        message = (
+            f"expected module:function, a function without arguments that returns model, loss and "
+            f"batch, got {target!r} ({error}); try hushgrad.demo:mlp"
+        )
+        raise typer.BadParameter(message) from error
+    finally:
+        sys.path.pop(0)
+    return model, loss, batch

@@ -1,0 +1,143 @@
+"""Clipping rules: one record's norms in, its weights out, and the bound they keep.
+
+A rule is a function of one record's group norms. The library maps it over the batch, so that it
+cannot look at the other records, and clamps what comes back to the bound that the rule states.
+
+Reference: Bu et al., Automatic Clipping, section 3 and table of clipping functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+LARGEST_NORM = 2.0**100
+"""A record whose norm is above this counts as not finite and contributes nothing."""
+
+SMALLEST_NORM = 2.0**-100
+"""A weight that could bring a gradient below this up to its bound is 0: no digits are left."""
+
+ClipNorm = float | Sequence[float]
+Weigh = Callable[[Tensor, Tensor], Tensor]
+"""One record's group norms and the groups' clipping norms, to one weight for each group."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clipping rule.
+
+    Guarantees: with `weights` a record's contribution has Euclidean norm at most `bound`,
+    whatever `weigh` returns, provided that the norms given are not below the true ones.
+    """
+
+    name: str
+    weigh: Weigh
+    clip_norm: ClipNorm
+    keeps: Callable[[Tensor], Tensor] = lambda clip_norms: clip_norms
+
+    def clip_norms(self, groups: int) -> Float[Tensor, " group"]:
+        """R for each group: a number R is shared out as R/√L, a sequence is taken as it is."""
+        if isinstance(self.clip_norm, int | float):
+            return torch.full((groups,), self.clip_norm / math.sqrt(groups), dtype=torch.float64)
+        if len(self.clip_norm) != groups:
+            raise ValueError(
+                f"expected a clipping norm for each of the {groups} groups, got "
+                f"{len(self.clip_norm)}; pass one number to share it out evenly"
+            )
+        return torch.tensor(list(self.clip_norm), dtype=torch.float64)
+
+    def bound(self, groups: int) -> float:
+        """The largest norm that one record's contribution can have."""
+        return float(self.keeps(self.clip_norms(groups)).square().sum().sqrt())
+
+    def weights(self, norms: Float[Tensor, "batch group"]) -> Float[Tensor, "batch group"]:
+        """One weight for each record and group, in float64."""
+        norms = norms.double()
+        clip_norms = self.clip_norms(norms.shape[1]).to(norms.device)
+        usable = (norms.isfinite() & (norms <= LARGEST_NORM)).all(1, keepdim=True)
+        given = torch.where(usable, norms, 1.0)
+        weights = torch.nan_to_num(_mapped(self.weigh, given, clip_norms), 0.0, 0.0, 0.0)
+        bound = self.bound(norms.shape[1])
+        size = (weights * given).square().sum(1, keepdim=True).sqrt()
+        weights = weights * (bound / size.clamp_min(bound))
+        weights = torch.where(weights.abs() * SMALLEST_NORM > bound, 0.0, weights)
+        return torch.where(usable, weights, 0.0)
+
+    def __repr__(self) -> str:
+        return f"{self.name}(clip_norm={self.clip_norm})"
+
+
+def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
+    """Apply `weigh` to each record's norms by themselves."""
+    if len(norms) == 0:
+        return norms
+    try:
+        return torch.func.vmap(weigh, in_dims=(0, None))(norms, clip_norms).double()
+    except RuntimeError:  # a rule that branches on its values cannot be vectorised
+        return torch.stack([weigh(one, clip_norms).double() for one in norms])
+
+
+def abadi(clip_norm: ClipNorm = 1.0) -> Clip:
+    """Shorten a gradient to norm R, `min(1, R/|g|)`; a shorter one stays (Abadi et al. 2016)."""
+    _require_positive(clip_norm)
+    return Clip("abadi", lambda n, r: torch.clamp(r / n, max=1.0), clip_norm)
+
+
+def automatic(gamma: float = 0.01, clip_norm: ClipNorm = 1.0) -> Clip:
+    """AUTO-S, `R/(|g| + γ)`: nothing to tune, and small gradients stay distinguishable.
+
+    Reference: Automatic Clipping, eq. (4.1), γ = 0.01; DP-NSGD with r = γ at R = 1.
+    """
+    _require_positive(clip_norm)
+    _require_positive(gamma, "gamma")
+    return Clip(f"automatic(gamma={gamma})", lambda n, r: r / (n + gamma), clip_norm)
+
+
+def normalize(clip_norm: ClipNorm = 1.0) -> Clip:
+    """AUTO-V, `R/|g|`: every gradient gets norm R; a zero gradient stays zero."""
+    _require_positive(clip_norm)
+    return Clip("normalize", lambda n, r: torch.where(n > 0, r / n, 0.0), clip_norm)
+
+
+def discard(clip_norm: ClipNorm = 1.0) -> Clip:
+    """Global clipping, `1[|g| < R]`: keep a gradient as it is or leave it out."""
+    _require_positive(clip_norm)
+    return Clip("discard", lambda n, r: (n < r).to(n.dtype), clip_norm)
+
+
+def reparameterized(clip_norm: ClipNorm = 1.0) -> Clip:
+    """`min(1/R, 1/|g|)`: Abadi's rule divided by R, so that the bound is 1 and not R.
+
+    With L groups each keeps the bound 1/√L, whatever its R.
+    """
+    _require_positive(clip_norm)
+
+    def weigh(norms: Tensor, clip_norms: Tensor) -> Tensor:
+        share = 1 / math.sqrt(len(clip_norms))
+        return torch.minimum(share / clip_norms, share / norms)
+
+    def keeps(clip_norms: Tensor) -> Tensor:
+        return torch.full_like(clip_norms, 1 / math.sqrt(len(clip_norms)))
+
+    return Clip("reparameterized", weigh, clip_norm, keeps)
+
+
+def custom(weigh: Callable[[Tensor], Tensor], *, bound: float, name: str = "custom") -> Clip:
+    """Any function of one record's group norms, and the bound that it promises to keep.
+
+    The weights are clamped to the bound and nan counts as 0, so a broken promise costs utility
+    and never privacy. `hushgrad.testing.check_clip_rule` tells whether the promise holds.
+    """
+    _require_positive(bound, "bound")
+    return Clip(name, lambda norms, _: weigh(norms), bound)
+
+
+def _require_positive(value: ClipNorm, name: str = "clip_norm") -> None:
+    values = [value] if isinstance(value, int | float) else list(value)
+    if not values or not all(math.isfinite(v) and v > 0 for v in values):
+        raise ValueError(f"expected {name} > 0 and finite, got {value}; 1.0 is a common choice")

@@ -1,0 +1,154 @@
+"""The doctor: what each parameter costs, and the proof that its per-sample gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import nn
+
+from hushgrad.persample import Form, auto, certificate_for, per_sample, traced
+from hushgrad.persample.certify import Certificate
+from hushgrad.persample.factors import costs, merge
+from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.oracle import coarse
+from hushgrad.types import Batch, Loss, Params
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: what consumed it, how its gradient is held, and what that costs a record."""
+
+    name: str
+    shape: tuple[int, ...]
+    operations: str
+    form: str
+    batch_position: str
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the proof."""
+
+    claim: str
+    found: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found: a row for each parameter, the proof on probes, and the verdict."""
+
+    form: str
+    rows: tuple[Row, ...]
+    checks: tuple[Check, ...]
+    why_not: dict[str, str]
+
+    @property
+    def healthy(self) -> bool:
+        """True if every line of the proof holds."""
+        return all(check.holds for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.healthy:
+            return f"certified: private training will use the {self.form} form"
+        failed = "; ".join(check.claim for check in self.checks if not check.holds)
+        return f"not certified: {failed}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"Per-sample gradients: {self.form}", title_justify="left")
+        for heading in ("parameter", "shape", "operations", "held as", "batch at"):
+            table.add_column(heading, overflow="fold")
+        table.add_column("flops/record", justify="right")
+        table.add_column("bytes/record", justify="right")
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            amounts = (_amount(row.flops), _amount(row.bytes))
+            table.add_row(row.name, shape, row.operations, row.form, row.batch_position, *amounts)
+        yield table
+        for form, reason in self.why_not.items():
+            yield f"Not {form}: {reason}"
+        proof = Table(title="Proof on probes", title_justify="left")
+        for heading in ("claim", "found", ""):
+            proof.add_column(heading)
+        for check in self.checks:
+            mark = "[green]holds[/green]" if check.holds else "[red]fails[/red]"
+            proof.add_row(check.claim, check.found, mark)
+        yield proof
+        yield f"[bold]{self.verdict}[/bold]"
+
+
+def doctor(
+    model: nn.Module, loss: Loss, batch: Batch, *, form: Form | Sequence[Form] = auto
+) -> Diagnosis:
+    """Certify a model and show what each of its parameters costs.
+
+    Raises `Refused`, with parameter, operation and remedy, where no form can be certified.
+    """
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    certificate = certificate_for(loss, params, batch, form=form, modules=(model,))
+    gradients = per_sample(loss, params, batch, form=certificate.form, modules=(model,))
+    rows = tuple(_row(name, params, certificate, gradients) for name in params)
+    return Diagnosis(
+        certificate.form.name, rows, tuple(_checks(certificate, params)), certificate.why_not
+    )
+
+
+def _row(name: str, params: Params, certificate: Certificate, gradients: Gradients) -> Row:
+    shape = tuple(params[name].shape)
+    sites = [site for site in certificate.sites if name in site.parameters]
+    layouts = [place.layout for site in sites for place in site.outputs]
+    operations = ", ".join(dict.fromkeys(site.operation for site in sites)) or "–"
+    positions = ", ".join(dict.fromkeys(str(at) for at in layouts if at)) or "–"
+    held = gradients.settled[name].form if name in gradients.settled else "idle"
+    if certificate.form is not traced:
+        held = f"{certificate.form.name}, {held}"
+    uses = tuple(gradients.factors[name].values())
+    flops, size = costs(tuple(merge(uses)), shape)[gradients.settled[name].form] if uses else (0, 0)
+    records = uses[0].batch if uses else 1
+    return Row(name, shape, operations, held, positions, flops / records, size / records)
+
+
+def _checks(certificate: Certificate, params: Params) -> list[Check]:
+    seen, slack = certificate.evidence, coarse(params)
+    sizes = ", ".join(str(size) for size in dict.fromkeys(seen.sizes))
+    independent = f"off by at most {seen.loss:.1e} in batches of {sizes}"
+    return [
+        Check("a record's loss does not depend on its mates", independent, True),
+        Check(
+            "norms are at least those of one-record runs",
+            f"lowest {seen.lowest_norm:.7f} of them",
+            seen.lowest_norm >= 1 - max(slack, 1e-6),
+        ),
+        Check(
+            "and at most 1 % above",
+            f"highest {seen.highest_norm:.7f} of them",
+            seen.highest_norm <= 1.01 + slack,
+        ),
+        Check(
+            "norm estimates agree to 1e-5",
+            f"off by at most {seen.estimate:.1e}",
+            seen.estimate <= max(slack, 1e-5),
+        ),
+        Check(
+            "gradients agree entry by entry",
+            f"off by at most {seen.gradient:.1e} of the norm",
+            seen.gradient <= max(slack, 1e-4),
+        ),
+        Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),
+        Check("no gradient and no buffer was written out of sight", "none", True),
+    ]
+
+
+def _amount(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"

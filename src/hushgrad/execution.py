@@ -1,0 +1,81 @@
+"""How a step is executed: speed and memory, never the guarantee."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.persample import Form, auto, per_sample
+from hushgrad.persample.records import MULTIPLE, count, cut, take
+from hushgrad.persample.watch import buffers_restored
+from hushgrad.types import Batch, Loss, Params
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The form of per-sample gradients, and how many records are worked on at once."""
+
+    form: Form | Sequence[Form] = auto
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(
+                f"expected micro_batch >= 1, got {self.micro_batch}; leave it out to take the "
+                "batch in one piece"
+            )
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """The micro-batches of a batch; an empty batch is one empty part."""
+        size = count(batch)
+        step = self.micro_batch or max(size, 1)
+        for start in range(0, max(size, 1), step):
+            yield cut(batch, start, min(start + step, size))
+
+
+def fitting_micro_batch(
+    loss: Loss, params: Params, batch: Batch, *, memory: int, modules: Sequence[nn.Module] = ()
+) -> int:
+    """The largest micro-batch whose activations and factors fit into `memory` bytes.
+
+    Measured, not modelled: what two small passes keep for their backward pass and hold as
+    factors, and how it grows from one to the other.
+    """
+    size = count(batch)
+    if size == 0:
+        raise ValueError("expected a batch with at least one record to measure, got none")
+    used = [
+        _bytes_held(loss, params, take(batch, [i % size for i in range(n)]), modules)
+        for n in (MULTIPLE, 2 * MULTIPLE)
+    ]
+    each = max((used[1] - used[0]) / MULTIPLE, 1.0)
+    fits = int((memory - used[0]) / each) + MULTIPLE
+    if fits < MULTIPLE:
+        raise ValueError(
+            f"expected memory for {MULTIPLE} records, about {used[0]} bytes, got {memory}; raise "
+            "it, shorten the records, or use activation checkpointing"
+        )
+    return fits // MULTIPLE * MULTIPLE
+
+
+def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
+    """Bytes that one pass keeps: each storage counted once, parameters left out."""
+    per_sample(loss, params, batch, modules=modules)  # certify first, outside the measurement
+    own = {p.untyped_storage().data_ptr() for p in params.values()}
+    held: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    with torch.random.fork_rng(), buffers_restored(modules), hooks:
+        gradients = per_sample(loss, params, batch, modules=modules)
+    for x in gradients.held():
+        note(x)
+    return sum(held.values())

@@ -1,0 +1,107 @@
+"""Arithmetic that a bound can rest on: exact matrix products, and norms rounded upwards.
+
+Privacy arithmetic has its own precision, whatever the model's: float32 or wider for factors and
+sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside float32 ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+RELATIVE_SLACK = 0.02
+"""A squared norm's upper bound is at most this much above its estimate."""
+
+_CHUNK = 256  # columns added in float32 before the sum goes on in float64
+
+
+class Square(NamedTuple):
+    """Squared norms, each within `slack` of its `estimate`."""
+
+    estimate: Float[Tensor, " batch"]
+    slack: Float[Tensor, " batch"]
+
+    @property
+    def upper(self) -> Float[Tensor, " batch"]:
+        """The certified upper bound; inf where nothing finite can be said."""
+        return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf)
+
+    @property
+    def loose(self) -> Bool[Tensor, " batch"]:
+        """True where the slack is too large to be useful, or nothing finite is known."""
+        return ~(self.slack <= RELATIVE_SLACK * self.estimate)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in float32, or in float64 if it is that already."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The unit roundoff u of a wide floating-point type."""
+    return torch.finfo(dtype).eps / 2
+
+
+_PRECISION_KNOBS = (
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+)
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Run matrix products and convolutions at the full precision of their operands.
+
+    Autocast is off and every switch that lets float32 products run in TF32 or bfloat16 is set to
+    IEEE; all are restored on the way out.
+    """
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        for knob in _PRECISION_KNOBS:
+            before = knob.fp32_precision
+            if before not in ("ieee", "none"):  # none: nothing was lowered
+                knob.fp32_precision = "ieee"
+                stack.callback(setattr, knob, "fp32_precision", before)
+        yield
+
+
+def square_norms(x: Float[Tensor, "batch *shape"]) -> Square:
+    """Squared norms of materialised vectors: no cancellation, only rounding and underflow.
+
+    Runs of 256 entries are reduced in the vector's own type, the runs in float64; a float32
+    reduction of 38 million entries in one go was seen to come out 0.27 % low.
+    """
+    flat = x.reshape(len(x), -1)
+    count = flat.shape[1]
+    body = count - count % _CHUNK
+    runs = torch.linalg.vector_norm(flat[:, :body].unflatten(1, (-1, _CHUNK)), dim=2)
+    estimate = runs.double().square().sum(1)
+    if body < count:
+        estimate = estimate + torch.linalg.vector_norm(flat[:, body:], dim=1).double().square()
+    # Rounding of a run, and at most the smallest normal number for each square that underflows.
+    slack = (_CHUNK + 8) * rounding(x.dtype) * estimate + count * torch.finfo(x.dtype).tiny
+    none = (estimate == 0).nonzero().flatten()
+    if len(none):  # a vector that is zero exactly has nothing to lose
+        slack[none] = torch.where((flat[none] == 0).all(1), 0.0, slack[none])
+    return Square(estimate, slack)
+
+
+def inner_products(
+    x: Float[Tensor, "batch s d"], y: Float[Tensor, "batch t d"], chunk: int
+) -> Float[Tensor, "batch s t"]:
+    """All inner products of the rows of `x` and `y`: `chunk` columns at a time, then float64."""
+    total = None
+    for start in range(0, x.shape[-1], chunk):
+        part = torch.bmm(x[..., start : start + chunk], y[..., start : start + chunk].mT)
+        total = part.double() if total is None else total.add_(part)
+    if total is None:
+        return x.new_zeros(x.shape[0], x.shape[1], y.shape[1], dtype=torch.float64)
+    return total

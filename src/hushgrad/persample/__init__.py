@@ -1,0 +1,116 @@
+"""Per-sample gradients, certified for the model before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from hushgrad.persample import records
+from hushgrad.persample.cache import Cache, fingerprint
+from hushgrad.persample.certify import Certificate, certify, extend, retest
+from hushgrad.persample.forms import Form, auto, dense, loop, traced
+from hushgrad.persample.gradients import Gradients, difference
+from hushgrad.persample.oracle import Subject
+from hushgrad.persample.sites import Unforeseen
+from hushgrad.persample.watch import Watch, check_optimizer
+from hushgrad.types import Batch, Loss, Params, Refused
+
+__all__ = [
+    "Form",
+    "Gradients",
+    "auto",
+    "certificate_for",
+    "check_optimizer",
+    "dense",
+    "difference",
+    "loop",
+    "per_sample",
+    "traced",
+]
+
+_certificates = Cache()
+
+
+def per_sample(
+    loss: Loss,
+    params: Params,
+    batch: Batch,
+    *,
+    form: Form | Sequence[Form] = auto,
+    modules: Sequence[nn.Module] = (),
+    idle: Collection[str] = (),
+) -> Gradients:
+    """Per-sample gradients of `loss` with respect to `params`, one for each record of `batch`.
+
+    `loss(batch)` returns one value for each record; it may be called several times. `modules` are
+    those whose buffers are watched. `idle` names parameters that may be on no path to the loss.
+
+    Guarantees: the form was certified for this loss, these parameters and shapes; a record's
+    gradient depends on no other record, to the extent that probes can tell; the norms are upper
+    bounds. Raises `Refused` otherwise. An empty batch gives an empty result without calling
+    `loss`.
+    """
+    size = records.count(batch)
+    if size == 0:
+        return Gradients({}, params, torch.zeros(0, device=_device(params)), 0)
+    subject = Subject(loss, params, tuple(modules), frozenset(idle))
+    forms = (form,) if isinstance(form, Form) else tuple(form)
+    key = fingerprint(subject, forms, batch)
+    for certificate in _certificates.get(key):
+        gradients = _step(certificate, subject, batch, size)
+        if gradients is not None:
+            return gradients
+    certificate = certify(subject, forms, batch, size)
+    _certificates.add(key, certificate, subject)
+    gradients = _run(certificate, subject, batch, size)
+    if gradients is None:
+        raise Refused(
+            "the sequence of operations on private parameters changes from batch to batch in a way "
+            "that probes made from the batch do not show; use form=loop"
+        )
+    return gradients
+
+
+def certificate_for(
+    loss: Loss,
+    params: Params,
+    batch: Batch,
+    *,
+    form: Form | Sequence[Form] = auto,
+    modules: Sequence[nn.Module] = (),
+    idle: Collection[str] = (),
+) -> Certificate:
+    """Certify without using the result: what `per_sample` would do on the first such batch."""
+    subject = Subject(loss, params, tuple(modules), frozenset(idle))
+    forms = (form,) if isinstance(form, Form) else tuple(form)
+    return certify(subject, forms, batch, records.count(batch))
+
+
+def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
+    """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
+    certificate.steps += 1
+    if records.padded_size(size) > certificate.largest:
+        extend(certificate, subject, batch, size)
+    elif certificate.steps & (certificate.steps - 1) == 0:
+        retest(certificate, subject, batch, size)
+    return _run(certificate, subject, batch, size)
+
+
+def _run(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
+    """One watched pass, or None if it met a call that the certificate does not know."""
+    watch = Watch(subject.params, subject.modules)
+    padded = records.padded_size(size)
+    whole = records.pad(batch, size) if certificate.form is traced else batch
+    run = certificate.form.run
+    try:
+        gradients = run(subject.loss, subject.params, whole, size, padded, certificate.sites)
+    except Unforeseen:
+        return None
+    watch.check(certificate.free_buffers)
+    return gradients
+
+
+def _device(params: Params) -> torch.device:
+    return next(iter(params.values())).device

@@ -1,0 +1,97 @@
+"""Certificates, remembered for as long as what they speak of is alive and the same."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from hushgrad.persample import records
+from hushgrad.persample.certify import Certificate
+from hushgrad.persample.forms import Form
+from hushgrad.persample.oracle import Subject
+from hushgrad.types import Batch
+
+Key = tuple[Hashable, ...]
+_Alive = Callable[[], Any]
+_MOST_KEYS = 64
+_MOST_VARIANTS = 8
+
+
+class Cache:
+    """Certificates by fingerprint; one is forgotten when an object it speaks of is gone."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Key, tuple[list[_Alive], list[Certificate]]] = OrderedDict()
+
+    def get(self, key: Key) -> list[Certificate]:
+        alive, certificates = self._entries.get(key, ([], []))
+        if any(reference() is None for reference in alive):
+            del self._entries[key]  # its ids may have passed to other objects
+            return []
+        return list(certificates)
+
+    def add(self, key: Key, certificate: Certificate, subject: Subject) -> None:
+        _, certificates = self._entries.pop(key, ([], []))
+        spoken_of = (*subject.params.values(), *_held(subject.loss))
+        alive = [_reference(x) for x in spoken_of]
+        self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
+        while len(self._entries) > _MOST_KEYS:
+            self._entries.popitem(last=False)
+
+
+def _reference(x: Any) -> _Alive:
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: (x,)  # lists, numbers and their like are kept: they cannot be watched
+
+
+def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
+    """What a certificate depends on.
+
+    A lambda made anew at each step has the same code and closes over the same model, and must hit;
+    one that closes over something else must not.
+    """
+    device = next(iter(subject.params.values())).device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return (
+        tuple((name, id(p), p.dtype, tuple(p.shape)) for name, p in subject.params.items()),
+        tuple(child.training for module in subject.modules for child in module.modules()),
+        _identity(subject.loss),
+        tuple(form.name for form in forms),
+        subject.idle,
+        records.shapes(batch),
+        autocast,
+    )
+
+
+def _identity(loss: Any) -> Hashable:
+    """The loss's code and everything it closes over, by value or identity."""
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return (code, *map(_value, _held(loss)))
+
+
+def _held(loss: Any) -> list[Any]:
+    """What a callable refers to beside its code: closure, defaults, bound object, parts."""
+    if isinstance(loss, functools.partial):
+        return [*_held(loss.func), *loss.args, *loss.keywords.values()]
+    function = getattr(loss, "__func__", loss)
+    if not hasattr(function, "__code__"):
+        return [loss]  # a module, or another object that can be called
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    bound = [loss.__self__] if function is not loss else []
+    inner = [held for x in cells if hasattr(x, "__code__") for held in _held(x)]
+    return [*bound, *cells, *defaults, *inner]
+
+
+def _value(x: Any) -> Hashable:
+    if isinstance(x, bool | int | float | str | bytes | type(None)):
+        return (type(x), x)
+    return x.__code__ if hasattr(x, "__code__") else id(x)

@@ -1,0 +1,238 @@
+"""Certification: a form is used on a model only after it was proved equal to the slow one there.
+
+Probe batches of several sizes, made from the user's own records, are run with randomness
+neutralised and the parameters in general position, and compared with runs of one record. What is
+certified is where the records are at every call site, that no record's loss or gradient depends
+on its mates, that nothing is written or trained out of sight, and that norms and gradients agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.persample import records
+from hushgrad.persample.forms import Form, traced
+from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.layout import Ambiguous
+from hushgrad.persample.neutral import WithoutRandomness, in_general_position
+from hushgrad.persample.oracle import (
+    Evidence,
+    Oracle,
+    Subject,
+    check_losses,
+    compare,
+    consult,
+    differs,
+)
+from hushgrad.persample.probes import distinct_records, probe_sizes
+from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
+from hushgrad.persample.traced import trace
+from hushgrad.persample.watch import Watch, buffers_restored, check_parameters, written
+from hushgrad.types import Batch, NotCovered, Refused
+
+
+@dataclass
+class Certificate:
+    """What was proved about one loss, its parameters and the shapes of its batches."""
+
+    form: Form
+    sites: tuple[Site, ...]
+    free_buffers: frozenset[str]
+    largest: int
+    evidence: Evidence
+    why_not: dict[str, str]
+    steps: int = 0
+
+
+@contextmanager
+def _comparable(subject: Subject, general: bool) -> Iterator[dict[str, Tensor]]:
+    """Put everything back after the passes inside; yields what buffers they wrote."""
+    position = in_general_position(subject.params) if general else nullcontext()
+    with torch.random.fork_rng(), buffers_restored(subject.modules) as changed, position:
+        yield changed
+
+
+def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
+    """Certify the first of `forms` that can be, or say why none can."""
+    check_parameters(subject.params)
+    _refuse_batchnorm(subject)
+    few = distinct_records(batch, size)
+    subject = replace(subject, free_buffers=_data_independent_buffers(subject, few))
+    evidence, why_not = Evidence(), dict[str, str]()
+    largest = records.padded_size(size)
+    with _comparable(subject, general=True):
+        oracle = consult(subject, few)
+        for probe_size in (*probe_sizes(subject.params, few), largest):
+            check_losses(subject, oracle, probe_size, evidence)
+        for form in forms:
+            try:
+                sites = _certify_form(form, subject, oracle, largest, evidence)
+            except NotCovered as refusal:
+                why_not[form.name] = str(refusal)
+            else:
+                return Certificate(form, sites, subject.free_buffers, largest, evidence, why_not)
+    reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
+    raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
+
+
+def _certify_form(
+    form: Form, subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
+) -> tuple[Site, ...]:
+    if form is traced:
+        return _certify_traced(subject, oracle, largest, evidence)
+    size = oracle.count
+    try:
+        with WithoutRandomness():
+            gradients = form.run(subject.loss, subject.params, oracle.records, size, size, ())
+    except Refused:
+        raise
+    except Exception as error:  # whatever vmap cannot do, another form may
+        raise NotCovered(f"{type(error).__name__}: {error}") from error
+    wrong = compare(gradients, oracle, subject, evidence)
+    if wrong:
+        raise NotCovered(differs(wrong))
+    return ()
+
+
+# --- the traced form ----------------------------------------------------------------------------
+
+
+def _certify_traced(
+    subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
+) -> tuple[Site, ...]:
+    """Find the sites at two probe sizes, test them there, then replay them at the largest."""
+    tried: set[int] = set()
+    for _ in range(4):
+        first, second = probe_sizes(subject.params, oracle.records, avoid=tried)
+        tried |= {first, second}
+        try:
+            sites = _sites(subject, oracle, first, second, evidence)
+        except Ambiguous as reason:
+            last = str(reason)
+            continue
+        gradients = _attempt(subject, oracle.probe(largest), largest, Replaying(sites, largest))
+        wrong = compare(gradients, oracle, subject, evidence)
+        if wrong:
+            raise NotCovered(f"in a batch of {largest} records {differs(wrong)}")
+        return sites
+    raise NotCovered(f"no dimension could be told to be the batch: {last}")
+
+
+def _sites(
+    subject: Subject, oracle: Oracle, first: int, second: int, evidence: Evidence
+) -> tuple[Site, ...]:
+    """The call sites, if both probe sizes agree on them and on every gradient.
+
+    A dimension flattened into the batch is first read with the records in front; the sites of
+    parameters that come out wrong are then read the other way round.
+    """
+    flipped: frozenset[int] = frozenset()
+    for _ in range(2):
+        found, wrong = [], {}
+        for size in (first, second):
+            guide = Probing(size, flipped)
+            gradients = _attempt(subject, oracle.probe(size), size, guide)
+            found.append(tuple(guide.sites))
+            wrong |= compare(gradients, oracle, subject, evidence)
+        if found[0] != found[1]:
+            raise Ambiguous(_first_difference(found[0], found[1]))
+        if not wrong:
+            return found[0]
+        flipped = frozenset(
+            i
+            for i, site in enumerate(found[0])
+            if _is_flattened(site) and not wrong.keys().isdisjoint(site.parameters)
+        )
+    raise NotCovered(differs(wrong))
+
+
+def _attempt(subject: Subject, batch: Batch, size: int, guide: Probing | Replaying) -> Gradients:
+    watch = Watch(subject.params, subject.modules)
+    try:
+        with WithoutRandomness():
+            gradients = trace(subject.loss, subject.params, batch, size, size, guide)
+    except (Refused, Ambiguous):
+        raise
+    except Unforeseen as call:
+        raise NotCovered(f"the sequence of operations changes with the batch: {call}") from call
+    except Exception as error:  # the plain forward pass worked: the fault is the form's
+        raise NotCovered(f"{type(error).__name__}: {error}") from error
+    watch.check(subject.free_buffers)
+    return gradients
+
+
+def _is_flattened(site: Site) -> bool:
+    return any(p.layout is not None and p.layout.share > 1 for p in site.inputs + site.outputs)
+
+
+def _first_difference(one: tuple[Site, ...], other: tuple[Site, ...]) -> str:
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return f"{a.operation} on {', '.join(a.parameters)} differs between probe sizes"
+    return f"{len(one)} and {len(other)} operations at two probe sizes"
+
+
+# --- what the model may not do ------------------------------------------------------------------
+
+
+def _refuse_batchnorm(subject: Subject) -> None:
+    for module in subject.modules:
+        for name, child in module.named_modules():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
+                raise Refused(
+                    f"{name or 'the model'} is a {type(child).__name__} in training mode, which "
+                    "normalises each record by its mates, so no bound on one record exists; call "
+                    "hushgrad.replace_batchnorm(model), or eval() that layer"
+                )
+
+
+def _data_independent_buffers(subject: Subject, few: Batch) -> frozenset[str]:
+    """The buffers that a pass writes with the same bits whatever the records are.
+
+    Spectral norm's vectors and step counters are such; anything else that is written is refused.
+    """
+    results = []
+    for i in (0, 1):
+        with _comparable(subject, general=True) as changed, torch.no_grad(), WithoutRandomness():
+            subject.loss(records.take(few, [i] * records.MULTIPLE))
+        results.append(changed)
+    one, other = results
+    for name in one.keys() | other.keys():
+        if name not in one or name not in other or not torch.equal(one[name], other[name]):
+            raise written(name)
+    return frozenset(one)
+
+
+# --- after certification ------------------------------------------------------------------------
+
+
+def extend(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
+    """Test a larger batch than any before it, at the cost of one pass and a few single ones."""
+    padded = records.padded_size(size)
+    _retest(certificate, subject, distinct_records(batch, size), padded, general=True)
+    certificate.largest = padded
+
+
+def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
+    """Test a few of this batch's records again, at the parameters as they are now."""
+    few = distinct_records(batch, size, most=2)
+    _retest(certificate, subject, few, records.padded_size(size), general=False)
+
+
+def _retest(
+    certificate: Certificate, subject: Subject, few: Batch, padded: int, general: bool
+) -> None:
+    with _comparable(subject, general):
+        oracle = consult(subject, few)
+        check_losses(subject, oracle, padded, certificate.evidence)
+        if certificate.form is traced:
+            guide = Replaying(certificate.sites, padded)
+            gradients = _attempt(subject, oracle.probe(padded), padded, guide)
+            wrong = compare(gradients, oracle, subject, certificate.evidence)
+            if wrong:
+                raise Refused(f"in a batch of {padded} records {differs(wrong)}")

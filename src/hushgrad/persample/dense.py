@@ -1,0 +1,65 @@
+"""The general form: `torch.func.vmap(grad)`, for any model that is a pure function of one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.numerics import wide
+from hushgrad.persample import records
+from hushgrad.persample.factors import Dense
+from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.tape import map_in
+from hushgrad.persample.traced import checked_losses
+from hushgrad.types import Batch, Loss, Params
+
+_CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
+
+
+def dense(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
+    """Per-sample gradients by vectorising the gradient of one record's loss."""
+    one_gradient = sum(p.numel() * p.element_size() for p in params.values())
+    chunk = max(1, min(size, _CHUNK_BYTES // max(one_gradient, 1)))
+    leaves = records.tensors(batch)
+
+    def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
+        parts = iter(record)
+        alone = records.map_tensors(lambda _: next(parts).unsqueeze(0), batch)
+        with _standing_in(params, values):
+            value = checked_losses(loss(alone), 1)[0]
+        return value, value.detach()
+
+    gradient = torch.func.grad(one, has_aux=True)
+    in_dims = (None, *[0] * len(leaves))
+    each = torch.func.vmap(gradient, in_dims=in_dims, randomness="different", chunk_size=chunk)
+    values = {name: p.detach() for name, p in params.items()}
+    gradients, losses = each(values, *leaves)
+    factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
+    return Gradients(factors, params, losses.detach(), size)
+
+
+@contextmanager
+def _standing_in(params: Params, values: dict[str, Tensor]) -> Iterator[None]:
+    """Let `values` stand in for the parameters in every operation that consumes one."""
+    stand_in = {id(p): values[name] for name, p in params.items()}
+
+    def intercept(
+        cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            own, named = map_in(lambda x: stand_in.get(id(x), x), (args, kwargs or {}))
+            return function(*own, **named)
+
+    member = {"__torch_function__": classmethod(intercept)}
+    switched = type("StandIn", (nn.Parameter,), member)
+    try:
+        for p in params.values():
+            p.__class__ = switched
+        yield
+    finally:
+        for p in params.values():
+            p.__class__ = nn.Parameter

@@ -1,0 +1,374 @@
+"""Per-sample gradients of one parameter, kept as factors and never larger than they need be.
+
+A linear map's per-sample gradient is a sum of outer products over the positions t it was applied
+at, so its norm and its weighted sum come from the factors. Where that would be dearer or not
+precise enough, the gradient is materialised and both come from one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hushgrad.numerics import Square, inner_products, rounding, square_norms
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gradient that is written out: one tensor of the parameter's shape for each record."""
+
+    values: Float[Tensor, "batch *shape"]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def scaled(self, factor: float) -> Dense:
+        return Dense(self.values * factor)
+
+    def record(self, index: int) -> Tensor:
+        """One record's gradient in float64."""
+        return self.values[index].double()
+
+    def materialised(self) -> Tensor:
+        return self.values
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
+        return torch.tensordot(weights.to(self.values.dtype), self.values, 1)
+
+    def masked(self, keep: Tensor) -> Dense:
+        """Replace the dropped records' gradients by zero, nan included."""
+        return Dense(_mask(self.values, keep))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """`sum_t b_t (x) a_t`: the gradient, of shape [p, d], of a map applied at positions t."""
+
+    a: Float[Tensor, "batch t d"]
+    b: Float[Tensor, "batch t p"]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.a, self.b)
+
+    @property
+    def batch(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def transposed(self) -> Outer:
+        return Outer(self.b, self.a)
+
+    def scaled(self, factor: float) -> Outer:
+        return Outer(self.a, self.b * factor)
+
+    def record(self, index: int) -> Tensor:
+        return self.b[index].double().mT @ self.a[index].double()
+
+    def materialised(self) -> Tensor:
+        return torch.bmm(self.b.mT, self.a)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
+        # The narrower factor takes the weights: that copy is the smaller one.
+        a, b, w = self.a, self.b, weights.to(self.a.dtype)[:, None, None]
+        a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
+        return b.flatten(0, 1).mT @ a.flatten(0, 1)
+
+    def masked(self, keep: Tensor) -> Outer:
+        return Outer(_mask(self.a, keep), _mask(self.b, keep))
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """`sum_t e_index_t (x) b_t`: the gradient, of shape [rows, p], of rows looked up in a table."""
+
+    index: Int[Tensor, "batch t"]
+    b: Float[Tensor, "batch t p"]
+    rows: int
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.index, self.b)
+
+    @property
+    def batch(self) -> int:
+        return self.index.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return self.index.shape[1]
+
+    def scaled(self, factor: float) -> OneHot:
+        return replace(self, b=self.b * factor)
+
+    def record(self, index: int) -> Tensor:
+        table = self.b.new_zeros(self.rows, self.b.shape[-1], dtype=torch.float64)
+        return table.index_add_(0, self.index[index], self.b[index].double())
+
+    def materialised(self) -> Tensor:
+        table = self.b.new_zeros(self.batch, self.rows, self.b.shape[-1])
+        index = self.index.unsqueeze(-1).expand_as(self.b)
+        return table.scatter_add_(1, index, self.b)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
+        b = self.b * weights.to(self.b.dtype)[:, None, None]
+        table = b.new_zeros(self.rows, b.shape[-1])
+        return table.index_add_(0, self.index.flatten(), b.flatten(0, 1))
+
+    def masked(self, keep: Tensor) -> OneHot:
+        return replace(self, b=_mask(self.b, keep))
+
+
+Factor = Dense | Outer | OneHot
+
+
+def _mask(x: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, x.new_zeros(()))
+
+
+# --- the two ways to a certified norm -----------------------------------------------------------
+
+
+class Materialised:
+    """A gradient held as one tensor, from which both its norm and its sum are taken."""
+
+    form = "materialised"
+
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
+        self._shape = shape
+        values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
+        self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
+
+    @cached_property
+    def square(self) -> Square:
+        """Certified squares; a record that under- or overflows float32 is redone in float64."""
+        estimate, slack = square_norms(self._dense.values)
+        for i in _loose_records(Square(estimate, slack)):
+            exact = square_norms(self._dense.record(i)[None])
+            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
+        return Square(estimate, slack)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+        dense = self._dense if keep is None else self._dense.masked(keep)
+        return dense.weighted_sum(weights).reshape(self._shape)
+
+
+# A float32 sum of factors that cancel by more than this keeps too few digits of the result, so
+# beyond it norm and sum are both taken from the record's gradient in float64.
+_LARGEST_CANCELLATION = 100.0
+
+
+class Gram:
+    """A gradient held as factors; its norm comes from inner products of their rows."""
+
+    form = "Gram"
+
+    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
+        self._factors, self._shape = factors, shape
+        self._fragile: list[int] = []
+
+    @cached_property
+    def square(self) -> Square:
+        """Certified squares: float32 in chunks, then float64, then the record written out.
+
+        Each step takes only the records that the one before left uncertain, one at a time, so
+        that a record's bits do not depend on its mates.
+        """
+        estimate, slack, length = gram_square(self._factors)
+        for i in _loose_records(Square(estimate, slack)):
+            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
+            finer = gram_square(wide)
+            estimate[i], slack[i], length[i] = (part[0] for part in finer)
+        cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
+        for i in (cancels | Square(estimate, slack).loose).nonzero().flatten().tolist():
+            self._fragile.append(i)
+            exact = square_norms(self._record(i)[None])
+            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
+        return Square(estimate, slack)
+
+    def _record(self, index: int) -> Tensor:
+        parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
+        return torch.stack(parts).sum(0)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+        _ = self.square  # finds the fragile records
+        factored = weights.clone()
+        factored[self._fragile] = 0
+        factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
+        parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
+        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        for i in self._fragile:
+            if weights[i] != 0:
+                total += (weights[i] * self._record(i)).to(total.dtype)
+        return total
+
+
+Gradient = Materialised | Gram
+
+
+def _loose_records(square: Square) -> list[int]:
+    indices: list[int] = square.loose.nonzero().flatten().tolist()
+    return indices
+
+
+def _one_in_double(factor: Outer | OneHot, i: int) -> Outer | OneHot:
+    if isinstance(factor, Outer):
+        return Outer(factor.a[i : i + 1].double(), factor.b[i : i + 1].double())
+    return replace(factor, index=factor.index[i : i + 1], b=factor.b[i : i + 1].double())
+
+
+# --- Gram norms, with their forward error -------------------------------------------------------
+
+
+def gram_square(factors: tuple[Outer | OneHot, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of a sum of factors, a bound on their error, and `S = sum_t |a_t| |b_t|`.
+
+    With chunks of c columns in a type of roundoff u, each inner product errs by at most
+    c·u·|x||y|, so the square errs by at most (c_a + c_b + 2)·u·S², for c up to 2048 (16 more
+    cover `square_norms`, which takes over at t = 1); products that underflow add at most the
+    smallest normal number for each column.
+    """
+    chunk = _chunk(sum(factor.positions for factor in factors))
+    estimate = length = lost = None
+    columns = 0
+    for i, factor in enumerate(factors):
+        left, right = _grams(factor, chunk)
+        term = (left * right).sum((1, 2))
+        a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
+        d, p, tiny = _width(factor), factor.b.shape[-1], torch.finfo(factor.b.dtype).tiny
+        a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
+        size = (a * b).sum(1)
+        flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
+        for other in factors[:i]:
+            term = term + 2 * _cross(other, factor, chunk)
+        estimate = term if estimate is None else estimate + term
+        length = size if length is None else length + size
+        lost = flushed if lost is None else lost + flushed
+        columns = max(columns, min(chunk, d) + min(chunk, p) + 18)
+    assert estimate is not None and length is not None and lost is not None
+    u = rounding(factors[0].b.dtype)
+    # Two uses also underflow against each other; 2·count bounds the mixed terms by the own ones.
+    slack = columns * u * length.square() + 2 * len(factors) * lost
+    zero = estimate == 0
+    if bool(zero.any()):  # a gradient that is zero exactly has nothing to lose
+        gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
+        slack, length = slack.masked_fill(gone, 0), length.masked_fill(gone, 0)
+    return estimate, slack, length
+
+
+def _chunk(positions: int) -> int:
+    """Columns to a chunk: with κ² up to T, as seen on transformers, the slack stays near 1 %."""
+    return min(256, max(32, 2 ** int(math.log2(80_000 / max(positions, 1)))))
+
+
+def _width(factor: Outer | OneHot) -> int:
+    return factor.a.shape[-1] if isinstance(factor, Outer) else 1
+
+
+def _is_zero(factor: Outer | OneHot) -> Tensor:
+    zero = (factor.b == 0).flatten(1).all(1)
+    return zero | (factor.a == 0).flatten(1).all(1) if isinstance(factor, Outer) else zero
+
+
+def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
+    right = _gram(factor.b, chunk)
+    if isinstance(factor, Outer):
+        return _gram(factor.a, chunk), right
+    same = factor.index.unsqueeze(1) == factor.index.unsqueeze(2)
+    return same.to(torch.float64), right
+
+
+def _gram(x: Tensor, chunk: int) -> Tensor:
+    if x.shape[1] == 1:
+        return square_norms(x).estimate[:, None, None]
+    return inner_products(x, x, chunk)
+
+
+def _cross(f: Outer | OneHot, g: Outer | OneHot, chunk: int) -> Tensor:
+    """The inner product of two gradients of one parameter."""
+    if isinstance(f, OneHot) and isinstance(g, OneHot):
+        same = f.index.unsqueeze(2) == g.index.unsqueeze(1)
+        return (inner_products(f.b, g.b, chunk) * same).sum((1, 2))
+    if isinstance(f, Outer) and isinstance(g, Outer):
+        left, right = inner_products(f.a, g.a, chunk), inner_products(f.b, g.b, chunk)
+        return (left * right).sum((1, 2))
+    outer, table = (f, g) if isinstance(f, Outer) else (g, f)
+    assert isinstance(outer, Outer) and isinstance(table, OneHot)
+    # <b_s (x) a_s, e_i (x) g_t> = b_s[i] · <a_s, g_t>: one gather and one product.
+    index = table.index.unsqueeze(1).expand(-1, outer.positions, -1)
+    picked = outer.b.gather(2, index)
+    return (inner_products(outer.a, table.b, chunk) * picked).sum((1, 2))
+
+
+# --- which of the two ---------------------------------------------------------------------------
+
+# What moving one byte costs, in floating-point operations of a matrix product, on a processor.
+_FLOPS_PER_BYTE = 8
+_LARGEST_MATERIALISED = 2**30  # bytes; a gradient that would need more stays factored
+
+
+def settle(factors: tuple[Factor, ...], shape: Shape) -> Gradient:
+    """Choose how to hold the sum of one parameter's factors: Gram or materialised, by cost."""
+    factored = tuple(merge(factors))
+    if any(isinstance(factor, Dense) for factor in factored):
+        return Materialised(factored, shape)
+    cheaper = costs(factored, shape)
+    if cheaper["Gram"][0] <= cheaper["materialised"][0]:
+        return Gram(tuple(f for f in factored if not isinstance(f, Dense)), shape)
+    return Materialised(factored, shape)
+
+
+def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, tuple[float, float]]:
+    """Floating-point operations (memory traffic converted) and bytes held, for each form."""
+    batch, size = factors[0].batch, math.prod(shape)
+    held = flops_gram = flops_write = 0.0
+    for factor in factors:
+        if isinstance(factor, Dense):
+            flops_write += factor.values.numel()
+            continue
+        t, width = factor.positions, _width(factor) + factor.b.shape[-1]
+        work = 2.0 * t * (size if isinstance(factor, Outer) else factor.b.shape[-1])
+        flops_gram += (2.0 * t * t * width if t > 1 else 2.0 * width) + work
+        flops_write += 1.5 * work  # many small products are slower than one large one
+        held += batch * t * width * factor.b.element_size()
+    written = float(batch * size * 4)
+    traffic = 3 * written / batch * _FLOPS_PER_BYTE  # write, read for the norm, read for the sum
+    too_large = math.inf if written > _LARGEST_MATERIALISED else 0.0
+    return {
+        "Gram": (batch * flops_gram, held),
+        "materialised": (batch * (flops_write + traffic) + too_large, written),
+    }
+
+
+def merge(factors: tuple[Factor, ...]) -> list[Factor]:
+    """Join factors of one kind: outer products and look-ups along t, dense ones by adding."""
+    joined: list[Factor] = []
+    outers = [f for f in factors if isinstance(f, Outer)]
+    tables = [f for f in factors if isinstance(f, OneHot)]
+    denses = [f for f in factors if isinstance(f, Dense)]
+    if len(outers) > 1:
+        a = torch.cat([f.a for f in outers], 1)
+        outers = [Outer(a, torch.cat([f.b for f in outers], 1))]
+    if len(tables) > 1:
+        index = torch.cat([f.index for f in tables], 1)
+        tables = [OneHot(index, torch.cat([f.b for f in tables], 1), tables[0].rows)]
+    if len(denses) > 1:
+        denses = [Dense(torch.stack([f.values for f in denses]).sum(0))]
+    joined.extend((*outers, *tables, *denses))
+    return joined

@@ -1,0 +1,60 @@
+"""The slow form: ordinary autograd, one record at a time. Always right, and everyone's oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hushgrad.numerics import wide
+from hushgrad.persample import records
+from hushgrad.persample.factors import Dense
+from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.traced import checked_losses
+from hushgrad.types import Batch, Loss, Params
+
+
+def loop(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
+    """Per-sample gradients, each from a forward and backward pass of its own."""
+    losses, gradients = [], []
+    for i in range(size):
+        value, gradient = one_record(loss, params, records.cut(batch, i, i + 1), copies=1)
+        losses.append(value)
+        gradients.append(gradient)
+    factors = {
+        name: {(0,): Dense(torch.stack([_or_zero(gradient[name], p) for gradient in gradients]))}
+        for name, p in params.items()
+    }
+    return Gradients(factors, params, torch.stack(losses), size)
+
+
+def one_record(
+    loss: Loss, params: Params, record: Batch, copies: int
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradient of a batch of one record, or of the first of several copies of it."""
+    batch = records.take(record, [0] * copies) if copies > 1 else record
+    with torch.enable_grad(), _own_gradients(params):
+        losses = checked_losses(loss(batch), copies)
+        if losses.requires_grad:
+            losses[0].backward()
+        gradients = {name: None if p.grad is None else wide(p.grad) for name, p in params.items()}
+    return losses[0].detach(), gradients
+
+
+def _or_zero(gradient: Tensor | None, p: Tensor) -> Tensor:
+    return wide(torch.zeros_like(p)) if gradient is None else gradient
+
+
+@contextmanager
+def _own_gradients(params: Params) -> Iterator[None]:
+    """Lend `.grad` to a pass. Checkpointing's older kind knows no other way to ask for one."""
+    before = {name: p.grad for name, p in params.items()}
+    try:
+        for p in params.values():
+            p.grad = None
+        yield
+    finally:
+        for name, p in params.items():
+            p.grad = before[name]

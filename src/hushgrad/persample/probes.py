@@ -1,0 +1,46 @@
+"""Probe batches, made from the user's own records."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hushgrad.persample import records
+from hushgrad.types import Batch, Params
+
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+
+
+def probe_sizes(
+    params: Params, batch: Batch, avoid: set[int] | frozenset[int] = frozenset()
+) -> tuple[int, int]:
+    """Two primes that divide no dimension in sight, so that what follows them is the batch."""
+    sizes = {size for p in params.values() for size in p.shape}
+    sizes |= {size for x in records.tensors(batch) for size in x.shape[1:]}
+    free = [q for q in _PRIMES if q not in avoid and all(size % q for size in sizes if size)]
+    first, second, *_ = [*free, *(q for q in _PRIMES if q not in avoid and q not in free)]
+    return first, second
+
+
+def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
+    """A few records that differ: drawn from the batch, and variations of them if it has too few."""
+    generator = torch.Generator()
+    generator.seed()
+    order = torch.randperm(size, generator=generator).tolist()
+    chosen = records.take(batch, order[:most])
+    if size >= most:
+        return chosen
+    missing = most - size
+    repeated = records.take(batch, [order[i % size] for i in range(missing)])
+    varied = records.map_tensors(lambda x: _vary(x, generator), repeated)
+    parts = iter(records.tensors(varied))
+    return records.map_tensors(lambda x: torch.cat([x, next(parts)]), chosen)
+
+
+def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift real entries; shuffle whole ones among themselves, so that they stay in range."""
+    if x.is_floating_point():
+        noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+        return x + 0.1 * noise * (x.abs() + 0.1)
+    flat = x.flatten(1)
+    return flat[:, torch.randperm(flat.shape[1], generator=generator).to(x.device)].view_as(x)

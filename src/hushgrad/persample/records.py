@@ -1,0 +1,92 @@
+"""Batches as nested structures: counting, picking and padding their records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hushgrad.types import Batch
+
+MULTIPLE = 8
+"""Batches are padded to a multiple of this many records.
+
+Kernels change the order of their sums with the number of rows (1, 2-3, at least 4), and a record
+would then get other bits, and past a ReLU another gradient, when its mates come or go.
+"""
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Apply `function` to each tensor of a nested structure and keep everything else."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        mapped = {key: map_tensors(function, value) for key, value in batch.items()}
+        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: map_tensors(function, getattr(batch, f.name)) for f in _fields(batch)}
+        return dataclasses.replace(batch, **fields)
+    return batch
+
+
+def _fields(batch: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(batch) if field.init]
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a nested structure, in order."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_tensors(note, batch)
+    return found
+
+
+def count(batch: Batch) -> int:
+    """The number of records: the first dimension of every tensor in the batch."""
+    shapes = [tuple(x.shape) for x in tensors(batch)]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            "expected a batch of tensors that all have the records in their first dimension, got "
+            f"{'shapes ' + str(shapes) if shapes else f'no tensor in a {type(batch).__name__}'}; "
+            "move the records to the front and let the loss close over what they share"
+        )
+    return int(sizes.pop() or 0)
+
+
+def take(batch: Batch, index: list[int]) -> Batch:
+    """The records at these positions, in this order, repeats allowed."""
+    return map_tensors(lambda x: x[torch.tensor(index, device=x.device)], batch)
+
+
+def cut(batch: Batch, start: int, stop: int) -> Batch:
+    """The records from `start` up to `stop`, without copying them."""
+    return map_tensors(lambda x: x[start:stop], batch)
+
+
+def padded_size(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def pad(batch: Batch, size: int) -> Batch:
+    """Fill up to the next multiple with copies of the first record, which count for nothing."""
+    extra = padded_size(size) - size
+    if not extra:
+        return batch
+    return map_tensors(lambda x: torch.cat([x, x[:1].expand(extra, *x.shape[1:])]), batch)
+
+
+def shapes(batch: Batch) -> tuple[tuple[Any, ...], ...]:
+    """Each tensor's shape without the records, and its dtype."""
+    return tuple((x.dtype, *x.shape[1:]) for x in tensors(batch))

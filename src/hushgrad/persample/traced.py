@@ -1,0 +1,42 @@
+"""The fast form: every operation on a private parameter is seen, none is repeated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.rules import RULES
+from hushgrad.persample.sites import Guide, Replaying
+from hushgrad.persample.tape import Tape
+from hushgrad.types import Batch, Loss, Params, Refused
+
+
+def trace(
+    loss: Loss, params: Params, batch: Batch, size: int, padded: int, guide: Guide
+) -> Gradients:
+    """One forward and one backward pass over `padded` records, of which `size` count."""
+    tape = Tape(params, padded, guide, RULES)
+    with torch.enable_grad(), tape.watching():
+        losses = checked_losses(loss(batch), padded)
+        if losses.requires_grad:
+            losses.backward(torch.ones_like(losses))
+    if isinstance(guide, Replaying):
+        guide.finish()
+    tape.finish()
+    return Gradients(tape.factors, params, losses.detach()[:size], padded)
+
+
+def checked_losses(losses: object, batch: int) -> Tensor:
+    """Require one loss for each record."""
+    if isinstance(losses, Tensor) and losses.shape == (batch,) and losses.is_floating_point():
+        return losses
+    came = (
+        f"a {losses.dtype} tensor of shape {tuple(losses.shape)}"
+        if isinstance(losses, Tensor)
+        else f"a {type(losses).__name__}"
+    )
+    raise Refused(
+        f"expected one loss for each of the {batch} records, a tensor of shape ({batch},), got "
+        f"{came}; use reduction='none' and reduce each record's own dimensions only"
+    )

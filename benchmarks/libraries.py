@@ -108,7 +108,7 @@ class OpacusHooks:
 
 
 class OpacusGhost:
-    """Opacus with `grad_sample_mode="ghost"`: norms in a first backward pass, the sum in a second."""
+    """Opacus with `grad_sample_mode="ghost"`: a backward pass for the norms, one for the sum."""
 
     def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping

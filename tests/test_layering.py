@@ -16,7 +16,7 @@ STAGES = frozenset(
 )
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "algorithms", "glm", "accounting", "ledger", "audit", "theory"}
-    | {"report", "doctor", "testing", "demo", "cli"}
+    | {"execution", "diagnosis", "doctor", "batchnorm", "report", "testing", "demo", "cli"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

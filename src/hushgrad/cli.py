@@ -41,13 +41,13 @@ def doctor(
         diagnosis = examine(model, loss, batch)
     except Refused as refusal:
         if as_json:
-            print(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
+            typer.echo(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
         else:
             console.print(f"[bold red]refused[/bold red]: {escape(str(refusal))}")
         raise typer.Exit(1) from refusal
     if as_json:
         facts = asdict(diagnosis) | {"verdict": diagnosis.verdict, "healthy": diagnosis.healthy}
-        print(json.dumps(facts))
+        typer.echo(json.dumps(facts))
     else:
         console.print(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)

@@ -48,7 +48,8 @@ class _LanguageModel(nn.Module):
         h = self.words(tokens) + self.positions[: tokens.shape[1]]
         q, k, v = self.query_key_value(self.norm(h)).chunk(3, dim=-1)
         h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return (h + self.feed(h)) @ self.words.weight.T
+        logits: Tensor = (h + self.feed(h)) @ self.words.weight.T
+        return logits
 
 
 def transformer() -> tuple[nn.Module, Loss, Batch]:

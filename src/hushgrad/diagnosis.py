@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from torch import nn
 
@@ -61,7 +61,9 @@ class Diagnosis:
         failed = "; ".join(check.claim for check in self.checks if not check.holds)
         return f"not certified: {failed}"
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Table | str]:
         table = Table(title=f"Per-sample gradients: {self.form}", title_justify="left")
         for heading in ("parameter", "shape", "operations", "held as", "batch at"):
             table.add_column(heading, overflow="fold")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,12 +29,13 @@ class Square(NamedTuple):
     @property
     def upper(self) -> Float[Tensor, " batch"]:
         """The certified upper bound; inf where nothing finite can be said."""
-        return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf)
+        return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf, posinf=torch.inf)
 
     @property
     def loose(self) -> Bool[Tensor, " batch"]:
         """True where the slack is too large to be useful, or nothing finite is known."""
-        return ~(self.slack <= RELATIVE_SLACK * self.estimate)
+        tight = self.slack <= RELATIVE_SLACK * self.estimate
+        return ~(tight & self.estimate.isfinite())
 
 
 def wide(x: Tensor) -> Tensor:
@@ -47,11 +48,15 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-_PRECISION_KNOBS = (
-    torch.backends.mkldnn.matmul,
-    torch.backends.mkldnn.conv,
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,
+# Every switch that can lower the precision of a float32 product or convolution.
+_PRECISION_SWITCHES: tuple[Any, ...] = tuple(
+    getattr(backend, kind)
+    for backend, kind in (
+        (torch.backends.mkldnn, "matmul"),
+        (torch.backends.mkldnn, "conv"),
+        (torch.backends.cuda, "matmul"),
+        (torch.backends.cudnn, "conv"),
+    )
 )
 
 
@@ -65,15 +70,15 @@ def exact_products(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        for knob in _PRECISION_KNOBS:
-            before = knob.fp32_precision
+        for switch in _PRECISION_SWITCHES:
+            before = switch.fp32_precision
             if before not in ("ieee", "none"):  # none: nothing was lowered
-                knob.fp32_precision = "ieee"
-                stack.callback(setattr, knob, "fp32_precision", before)
+                switch.fp32_precision = "ieee"
+                stack.callback(setattr, switch, "fp32_precision", before)
         yield
 
 
-def square_norms(x: Float[Tensor, "batch *shape"]) -> Square:
+def square_norms(x: Float[Tensor, batch * shape]) -> Square:
     """Squared norms of materialised vectors: no cancellation, only rounding and underflow.
 
     Runs of 256 entries are reduced in the vector's own type, the runs in float64; a float32

@@ -14,6 +14,7 @@ from hushgrad.persample import per_sample
 from hushgrad.types import Batch, Bounded, Loss, Params
 
 _AUTOMATIC = automatic()
+_PLAIN = Execution()
 
 
 def clipped_sum(
@@ -24,7 +25,7 @@ def clipped_sum(
     clip: Clip = _AUTOMATIC,
     groups: Grouping = whole,
     modules: Sequence[nn.Module] = (),
-    execution: Execution = Execution(),
+    execution: Execution = _PLAIN,
 ) -> Bounded:
     """Sum the batch's clipped per-sample gradients.
 

@@ -133,7 +133,8 @@ def _sites(
     """
     flipped: frozenset[int] = frozenset()
     for _ in range(2):
-        found, wrong = [], {}
+        found: list[tuple[Site, ...]] = []
+        wrong: dict[str, float] = {}
         for size in (first, second):
             guide = Probing(size, flipped)
             gradients = _attempt(subject, oracle.probe(size), size, guide)

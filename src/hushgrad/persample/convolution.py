@@ -85,8 +85,9 @@ def _patches(x: Tensor, geometry: Geometry) -> Tensor:
         )
     ]
     kernel, dilation, padding, stride = settings
-    columns = F.unfold(image, kernel, dilation, padding, stride)
-    return columns.mT.unflatten(0, (batch, -1)).flatten(1, 2)
+    columns: Tensor = F.unfold(image, kernel, dilation, padding, stride)
+    patches: Tensor = columns.mT.unflatten(0, (batch, -1)).flatten(1, 2)
+    return patches
 
 
 def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:

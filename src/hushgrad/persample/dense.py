@@ -1,4 +1,4 @@
-"""The general form: `torch.func.vmap(grad)`, for any model that is a pure function of one record."""
+"""The general form, `torch.func.vmap(grad)`: any model that is a pure function of one record."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hushgrad.numerics import wide
 from hushgrad.persample import records
+from hushgrad.persample.calls import map_in
 from hushgrad.persample.factors import Dense
-from hushgrad.persample.gradients import Gradients
-from hushgrad.persample.tape import map_in
+from hushgrad.persample.gradients import Factors, Gradients
 from hushgrad.persample.traced import checked_losses
 from hushgrad.types import Batch, Loss, Params
 
@@ -38,7 +38,7 @@ def dense(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
     each = torch.func.vmap(gradient, in_dims=in_dims, randomness="different", chunk_size=chunk)
     values = {name: p.detach() for name, p in params.items()}
     gradients, losses = each(values, *leaves)
-    factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
+    factors: Factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
     return Gradients(factors, params, losses.detach(), size)
 
 

@@ -31,7 +31,8 @@ class Layout:
             return x.movedim(self.dim, 0).unsqueeze(self.dim + 1)
         sizes = (batch, self.share) if self.records_first else (self.share, batch)
         at = self.dim if self.records_first else self.dim + 1
-        return x.unflatten(self.dim, sizes).movedim(at, 0)
+        parts: Tensor = x.unflatten(self.dim, sizes)
+        return parts.movedim(at, 0)
 
     def rows(self, x: Tensor, batch: int) -> Tensor:
         """Return `x` as [batch, t, last dimension]."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from hushgrad.numerics import wide
 from hushgrad.persample import records
 from hushgrad.persample.factors import Dense
-from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.gradients import Factors, Gradients
 from hushgrad.persample.traced import checked_losses
 from hushgrad.types import Batch, Loss, Params
 
@@ -23,7 +23,7 @@ def loop(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
         value, gradient = one_record(loss, params, records.cut(batch, i, i + 1), copies=1)
         losses.append(value)
         gradients.append(gradient)
-    factors = {
+    factors: Factors = {
         name: {(0,): Dense(torch.stack([_or_zero(gradient[name], p) for gradient in gradients]))}
         for name, p in params.items()
     }

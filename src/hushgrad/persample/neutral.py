@@ -19,6 +19,9 @@ class WithoutRandomness(TorchDispatchMode):
     A mode at this level also sees draws inside backward passes and recomputed activations.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -76,7 +76,7 @@ def _tolerance(params: Params) -> float:
 
 
 def consult(subject: Subject, few: Batch) -> Oracle:
-    """Run each record by itself, in copies, so that kernels see rows enough to act as in a batch."""
+    """Run each record by itself, in copies: kernels then act as they do in a batch."""
     losses, gradients = [], []
     watch = Watch(subject.params, subject.modules)
     for i in range(records.count(few)):
@@ -176,5 +176,6 @@ def _vector_errors(
 
 
 def differs(wrong: dict[str, float]) -> str:
+    """Say which gradient is off the most."""
     name, off = max(wrong.items(), key=lambda item: item[1])
     return f"the gradient of {name} differs from its one-record run by {off:.2g} of its norm"

@@ -76,6 +76,7 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def padded_size(size: int) -> int:
+    """The multiple that a batch of `size` records is filled up to."""
     return -(-size // MULTIPLE) * MULTIPLE
 
 

@@ -7,8 +7,6 @@ meets anything else stops before it can be used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
-
 from hushgrad.persample.layout import Layout, Shape, infer
 
 
@@ -39,27 +37,9 @@ class Site:
     outputs: tuple[Place, ...]
 
 
-class Guide(Protocol):
-    """Tells a pass where the records are, call by call."""
-
-    def inputs(
-        self, operation: str, parameters: tuple[str, ...], shapes: list[Shape]
-    ) -> tuple[Place, ...]:
-        """The places of the tensors that go into the next call."""
-
-    def outputs(
-        self,
-        operation: str,
-        parameters: tuple[str, ...],
-        inputs: tuple[Place, ...],
-        shapes: list[Shape],
-    ) -> tuple[Place, ...]:
-        """The places of the tensors that come out of it; this ends the call."""
-
-
 @dataclass
 class Probing:
-    """Infers places from a probe size that divides no other dimension."""
+    """A guide that infers places, from a probe size that divides no other dimension."""
 
     batch: int
     records_last: frozenset[int] = frozenset()
@@ -72,6 +52,7 @@ class Probing:
     def inputs(
         self, operation: str, parameters: tuple[str, ...], shapes: list[Shape]
     ) -> tuple[Place, ...]:
+        """The places of the tensors that go into the next call."""
         return tuple(self._place(shape) for shape in shapes)
 
     def outputs(
@@ -81,6 +62,7 @@ class Probing:
         inputs: tuple[Place, ...],
         shapes: list[Shape],
     ) -> tuple[Place, ...]:
+        """The places of the tensors that come out of it; this ends the call."""
         places = tuple(self._place(shape) for shape in shapes)
         self.sites.append(Site(operation, parameters, inputs, places))
         return places
@@ -88,7 +70,7 @@ class Probing:
 
 @dataclass
 class Replaying:
-    """Follows the certified sites in their order and stops at the first call that differs."""
+    """A guide that follows the certified sites and stops at the first call that differs."""
 
     certified: tuple[Site, ...]
     batch: int
@@ -131,3 +113,7 @@ class Replaying:
         if self.position != len(self.certified):
             missing = self.certified[self.position]
             raise Unforeseen(f"no {missing.operation} on {', '.join(missing.parameters)}")
+
+
+Guide = Probing | Replaying
+"""Tells a pass where the records are, call by call."""

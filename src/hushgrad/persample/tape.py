@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.numerics import exact_products, wide
+from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
 from hushgrad.persample.factors import Dense, Factor, Outer
+from hushgrad.persample.gradients import Key
 from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place
 from hushgrad.types import NotCovered, Params, Refused
@@ -98,14 +100,14 @@ class Tape:
         self._name_of = {id(p): name for name, p in params.items()}
         self._token = torch.zeros((), requires_grad=True)
         self._calls = 0
-        self.factors: dict[str, dict[tuple[int, int], Factor]] = {name: {} for name in params}
+        self.factors: dict[str, dict[Key, Factor]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
         self._lookups: list[tuple[str, Tensor, Callable[[Tensor], Factor]]] = []
-        self._pending: list[tuple[tuple[int, int], Tensor, Tensor]] = []
+        self._pending: list[tuple[Key, Tensor, Tensor]] = []
         members = {"tape": self, "__torch_function__": _intercept}
-        self._private = type("Private", (nn.Parameter,), dict(members))
-        self._derived = type("Derived", (Tensor,), dict(members))
-        self.operands = (self._private, self._derived)
+        self._private: Any = type("Private", (nn.Parameter,), dict(members))
+        self._derived: Any = type("Derived", (Tensor,), dict(members))
+        self.operands: tuple[Any, Any] = (self._private, self._derived)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -121,7 +123,7 @@ class Tape:
     # --- one intercepted call ---
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        name = _name(function)
+        name = name_of(function)
         if name.startswith("get ") and name[4:] not in _VIEW_ATTRIBUTES:
             return function(*args, **kwargs)
         reads = self._operands_in(args, kwargs)
@@ -207,7 +209,10 @@ class Tape:
                 for slot, (operand, factor) in enumerate(emitted):
                     self._keep((site, slot), operand, factor)
 
-        tapped: Tensor = _Tap.apply(y, self._token, record, *(x.detach() for x in kept))
+        detached = (x.detach() for x in kept)
+        tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
+            y, self._token, record, *detached
+        )
         return tapped
 
     # --- operands: parameters and functions of them ---
@@ -229,7 +234,8 @@ class Tape:
             return x
         name = self._name_of[id(x)]
         if name not in self._leaves:
-            self._leaves[name] = x.detach().requires_grad_()
+            leaf: Tensor = x.detach()
+            self._leaves[name] = leaf.requires_grad_()
         return self._leaves[name]
 
     def _plain(self, tree: Any) -> Any:
@@ -243,7 +249,7 @@ class Tape:
         return operand.detach()
 
     def _wrap(self, graph: Tensor, source: Any, names: tuple[str, ...]) -> Tensor:
-        derived = graph.detach().as_subclass(self._derived)
+        derived: Tensor = graph.detach().as_subclass(self._derived)
         origin = None if source is None else source(graph)
         derived.__dict__.update(graph=graph, source=origin, names=names)
         return derived
@@ -257,7 +263,7 @@ class Tape:
             name, turned = first.__dict__["source"]
         else:
             return None
-        value, cast = self.value(first), _name(call.function) in _CASTS
+        value, cast = self.value(first), name_of(call.function) in _CASTS
 
         def source(result: Tensor) -> tuple[str, bool] | None:
             if cast and result.shape == value.shape:
@@ -273,7 +279,7 @@ class Tape:
 
         return source
 
-    def _keep(self, key: tuple[int, int], operand: Tensor, factor: Factor) -> None:
+    def _keep(self, key: Key, operand: Tensor, factor: Factor) -> None:
         if isinstance(operand, self._private):
             self.factors[self._name_of[id(operand)]][key] = factor
             return
@@ -312,19 +318,6 @@ class Tape:
             )
 
 
-def writes_in_place(name: str) -> bool:
-    """Does an operation of this name write its first argument?"""
-    return (
-        name.startswith("set ")
-        or (name.endswith("_") and not name.endswith("__"))
-        or name in _IN_PLACE_OPERATORS
-    )
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv floordiv matmul mod pow and or xor".split()
-)
-
 _REMEDY = "use form=dense or form=loop, or write it with operations that hushgrad doctor lists"
 _MIXING = "compute each record's loss from that record alone, or freeze the parameter"
 
@@ -344,36 +337,6 @@ def _intercept(
 ) -> Any:
     with _PLAIN_TORCH():
         return cls.tape.call(function, args, kwargs or {})
-
-
-def _name(function: Any) -> str:
-    name = str(getattr(function, "__name__", function))
-    if name in ("__get__", "__set__"):
-        return f"{name.strip('_')} {function.__self__.__name__}"
-    return name
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a call's arguments, which nest tuples, lists and one dictionary."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, tuple | list):
-        return [x for branch in tree for x in tensors_in(branch)]
-    if isinstance(tree, dict):
-        return [x for branch in tree.values() for x in tensors_in(branch)]
-    return []
-
-
-def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, tuple) and type(tree) is not tuple:  # torch.Size and named results
-        return tree if not tensors_in(tree) else tuple(map_in(function, x) for x in tree)
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_in(function, x) for x in tree)
-    if isinstance(tree, dict):
-        return {key: map_in(function, x) for key, x in tree.items()}
-    return tree
 
 
 def _wide_float(x: Tensor) -> Tensor:

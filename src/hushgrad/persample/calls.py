@@ -1,0 +1,55 @@
+"""Intercepted calls: their names, and the tensors among their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def name_of(function: Any) -> str:
+    """An operation's name; reading or setting an attribute is `get shape`, `set data`."""
+    name = str(getattr(function, "__name__", function))
+    if name in ("__get__", "__set__"):
+        return f"{name.strip('_')} {function.__self__.__name__}"
+    return name
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a call's arguments, which nest tuples, lists and one dictionary."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple | list):
+        return [x for branch in tree for x in tensors_in(branch)]
+    if isinstance(tree, dict):
+        return [x for branch in tree.values() for x in tensors_in(branch)]
+    return []
+
+
+def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `function` to each tensor of a call's arguments or results."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and type(tree) is not tuple:  # torch.Size and named results
+        return tree if not tensors_in(tree) else tuple(map_in(function, x) for x in tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_in(function, x) for x in tree)
+    if isinstance(tree, dict):
+        return {key: map_in(function, x) for key, x in tree.items()}
+    return tree
+
+
+def writes_in_place(name: str) -> bool:
+    """Does an operation of this name write its first argument?"""
+    return (
+        name.startswith("set ")
+        or (name.endswith("_") and not name.endswith("__"))
+        or name in _IN_PLACE_OPERATORS
+    )
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "mod", "pow", "and", "or")
+)

@@ -1,0 +1,99 @@
+"""Rows looked up in a table: by the records, or at positions that no record chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hushgrad.persample.factors import Factor, OneHot
+from hushgrad.persample.rules.registry import rule
+from hushgrad.persample.tape import Call, Emitted, Saves
+from hushgrad.types import Refused
+
+
+@rule("embedding")
+def embedding(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Saves | None:
+    _refuse_coupled_embedding(max_norm, scale_grad_by_freq)
+    where = call.layout(input)
+    assert where is not None
+    lift = _lookup_factor(weight, padding_idx)
+
+    def emit(gradient: Tensor, index: Tensor) -> Emitted:
+        positions = where.split(index, call.batch).flatten(1)
+        yield weight, lift(positions, call.out.rows(gradient, call.batch))
+
+    return (input,), emit
+
+
+def _refuse_coupled_embedding(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
+        raise Refused(
+            "an embedding with max_norm rewrites its weight in the forward pass, from the records; "
+            "drop max_norm"
+        )
+    if scale_grad_by_freq:
+        raise Refused(
+            "an embedding with scale_grad_by_freq divides by counts over the batch, which couples "
+            "the records; set scale_grad_by_freq=False"
+        )
+
+
+def _lookup_factor(weight: Tensor, padding_idx: int | None) -> Callable[[Tensor, Tensor], Factor]:
+    rows = weight.shape[0]
+    skipped = None if padding_idx is None else padding_idx % rows
+
+    def factor(index: Tensor, b: Tensor) -> Factor:
+        if skipped is not None:
+            b = b * (index != skipped).unsqueeze(-1)
+        return OneHot(index, b, rows)
+
+    return factor
+
+
+@rule("__getitem__")
+def getitem(call: Call, input: Tensor, index: Any) -> Saves | None:
+    """Rows picked by an index that belongs to the records: a look-up by another name."""
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
+        return None
+    where = call.layout(index)
+    if where is None or input.dim() != 2:
+        return None
+    rows = input.shape[0]
+
+    def emit(gradient: Tensor, index: Tensor) -> Emitted:
+        positions = where.split(index, call.batch).flatten(1) % rows
+        yield input, OneHot(positions, call.out.rows(gradient, call.batch), rows)
+
+    return (index,), emit
+
+
+def lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Callable[[Tensor], Factor]] | None:
+    """A table looked up at positions that no record chooses: its rows, and the way back."""
+    if call.function is not F.embedding:
+        return None
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    _refuse_coupled_embedding(bound.get("max_norm"), bound.get("scale_grad_by_freq", False))
+    index, weight = bound["input"], bound["weight"]
+    if call.private(index) or type(weight) is not call.tape.operands[0]:
+        return None
+    factor = _lookup_factor(weight, bound.get("padding_idx"))
+
+    def lift(gradient: Tensor) -> Factor:
+        positions = index.flatten().expand(call.batch, -1)
+        return factor(positions, gradient.reshape(call.batch, -1, gradient.shape[-1]))
+
+    return F.embedding(index, call.tape.value(weight)), lift

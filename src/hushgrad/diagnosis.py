@@ -61,9 +61,7 @@ class Diagnosis:
         failed = "; ".join(check.claim for check in self.checks if not check.holds)
         return f"not certified: {failed}"
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[Table | str]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
         table = Table(title=f"Per-sample gradients: {self.form}", title_justify="left")
         for heading in ("parameter", "shape", "operations", "held as", "batch at"):
             table.add_column(heading, overflow="fold")

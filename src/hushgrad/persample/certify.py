@@ -28,11 +28,18 @@ from hushgrad.persample.oracle import (
     compare,
     consult,
     differs,
+    refuse_unreached,
 )
 from hushgrad.persample.probes import distinct_records, probe_sizes
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
-from hushgrad.persample.traced import trace
-from hushgrad.persample.watch import Watch, buffers_restored, check_parameters, written
+from hushgrad.persample.traced import checked_losses, trace
+from hushgrad.persample.watch import (
+    Watch,
+    buffers_restored,
+    check_parameters,
+    refuse_strangers,
+    written,
+)
 from hushgrad.types import Batch, NotCovered, Refused
 
 
@@ -67,6 +74,16 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
     largest = records.padded_size(size)
     with _comparable(subject, general=True):
         oracle = consult(subject, few)
+        if oracle.count == 0:
+            raise Refused(
+                "none of the records that certification drew has a finite loss and gradient; "
+                "clean the data, or lower the scale of the model's first outputs"
+            )
+        refuse_unreached(subject, oracle)
+        probe = oracle.probe(records.MULTIPLE)
+        with torch.enable_grad(), WithoutRandomness():
+            losses = checked_losses(subject.loss(probe), records.MULTIPLE)
+        refuse_strangers(losses, subject.params, probe)
         for probe_size in (*probe_sizes(subject.params, few), largest):
             check_losses(subject, oracle, probe_size, evidence)
         for form in forms:
@@ -230,6 +247,8 @@ def _retest(
 ) -> None:
     with _comparable(subject, general):
         oracle = consult(subject, few)
+        if oracle.count == 0:
+            return
         check_losses(subject, oracle, padded, certificate.evidence)
         if certificate.form is traced:
             guide = Replaying(certificate.sites, padded)

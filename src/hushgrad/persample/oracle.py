@@ -44,6 +44,15 @@ class Evidence:
     lowest_norm: float = float("inf")
     highest_norm: float = 0.0
 
+    def merge(self, other: Evidence) -> None:
+        """Keep the worse of both."""
+        self.sizes += other.sizes
+        self.loss = max(self.loss, other.loss)
+        self.gradient = max(self.gradient, other.gradient)
+        self.estimate = max(self.estimate, other.estimate)
+        self.lowest_norm = min(self.lowest_norm, other.lowest_norm)
+        self.highest_norm = max(self.highest_norm, other.highest_norm)
+
 
 @dataclass(frozen=True)
 class Oracle:
@@ -76,23 +85,33 @@ def _tolerance(params: Params) -> float:
 
 
 def consult(subject: Subject, few: Batch) -> Oracle:
-    """Run each record by itself, in copies: kernels then act as they do in a batch."""
-    losses, gradients = [], []
+    """Run each record by itself, in copies: kernels then act as they do in a batch.
+
+    Records without a finite loss and gradient are left out: they can be compared with nothing,
+    and an error that one of them caused would tell that it is there.
+    """
+    losses, gradients, finite = [], [], []
     watch = Watch(subject.params, subject.modules)
     for i in range(records.count(few)):
         alone = records.cut(few, i, i + 1)
         with WithoutRandomness():
             value, gradient = one_record(subject.loss, subject.params, alone, records.MULTIPLE)
-        losses.append(value)
-        gradients.append(gradient)
+        if all(bool(x.isfinite().all()) for x in (value, *gradient.values()) if x is not None):
+            losses.append(value)
+            gradients.append(gradient)
+            finite.append(i)
     watch.check(subject.free_buffers)
+    return Oracle(records.take(few, finite), losses, gradients)
+
+
+def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
+    """Every private parameter must be on some record's path, unless it was named idle."""
     for name in subject.params:
-        if name not in subject.idle and all(gradient[name] is None for gradient in gradients):
+        if name not in subject.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
                 f"the parameter {name} is trainable but on no path to the loss; freeze it with "
                 "requires_grad_(False), or name it in idle to give it zero plus noise"
             )
-    return Oracle(few, losses, gradients)
 
 
 def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence) -> None:
@@ -104,8 +123,7 @@ def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence
     error = (losses - alone).abs() / (alone.abs() + 0.1)
     error = error.masked_fill(both_nan | (losses == alone), 0)
     worst = int(error.nan_to_num(nan=torch.inf).argmax())
-    evidence.loss = max(evidence.loss, float(error[worst]))
-    evidence.sizes.append(size)
+    evidence.merge(Evidence(sizes=[size], loss=float(error[worst])))
     if not bool(error[worst] <= _LOSS_SHARE * _tolerance(subject.params)):
         raise Refused(
             f"the loss of a record depends on its mates: {float(alone[worst]):.6g} alone and "
@@ -118,28 +136,23 @@ def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence
 def compare(
     gradients: Gradients, oracle: Oracle, subject: Subject, evidence: Evidence
 ) -> dict[str, float]:
-    """The parameters whose gradients are off, and by how much."""
-    tolerance = _tolerance(subject.params)
-    wrong: dict[str, float] = {}
+    """The parameters whose gradients are off, and by how much; if none, add to the evidence."""
     exact = {name: _norms(oracle, name) for name in subject.params}
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
     turn = torch.arange(gradients.batch) % oracle.count
+    errors = _vector_errors(gradients, oracle, exact, total)
+    seen = Evidence(gradient=max(errors.values()))
     for name, square in gradients.squares.items():
         scale = torch.maximum(exact[name], 0.01 * total).clamp_min(1e-30)[turn]
-        norm = exact[name][turn]
-        estimate = square.estimate.cpu().clamp_min(0).sqrt()
-        upper = square.upper.cpu().sqrt()
-        off = float(((estimate - norm).abs() / scale).nan_to_num(nan=torch.inf).max())
-        evidence.estimate = max(evidence.estimate, off)
-        relative = ((upper - norm) / scale).nan_to_num(nan=torch.inf)
-        evidence.lowest_norm = min(evidence.lowest_norm, 1 + float(relative.min()))
-        evidence.highest_norm = max(evidence.highest_norm, 1 + float(relative.max()))
-        if not off <= tolerance:
-            wrong[name] = off
-    for name, off in _vector_errors(gradients, oracle, exact, total).items():
-        evidence.gradient = max(evidence.gradient, off)
-        if not off <= tolerance:
-            wrong[name] = max(off, wrong.get(name, 0.0))
+        estimate, upper = (x.cpu().clamp_min(0).sqrt() for x in (square.estimate, square.upper))
+        off, above = ((x - exact[name][turn]) / scale for x in (estimate, upper))
+        worst = float(off.abs().nan_to_num(nan=torch.inf).max())
+        errors[name] = max(errors[name], worst)
+        lowest, highest = 1 + float(above.min()), 1 + float(above.max())
+        seen.merge(Evidence(estimate=worst, lowest_norm=lowest, highest_norm=highest))
+    wrong = {name: off for name, off in errors.items() if not off <= _tolerance(subject.params)}
+    if not wrong:
+        evidence.merge(seen)
     return wrong
 
 

@@ -27,14 +27,24 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     generator = torch.Generator()
     generator.seed()
     order = torch.randperm(size, generator=generator).tolist()
-    chosen = records.take(batch, order[:most])
-    if size >= most:
+    chosen = records.take(batch, [order[i % size] for i in range(most)])
+    known = _distinct(chosen, most)
+    if len(known) == most:
         return chosen
-    missing = most - size
-    repeated = records.take(batch, [order[i % size] for i in range(missing)])
+    repeated = records.take(chosen, [known[i % len(known)] for i in range(most - len(known))])
     varied = records.map_tensors(lambda x: _vary(x, generator), repeated)
     parts = iter(records.tensors(varied))
-    return records.map_tensors(lambda x: torch.cat([x, next(parts)]), chosen)
+    return records.map_tensors(lambda x: torch.cat([x, next(parts)]), records.take(chosen, known))
+
+
+def _distinct(batch: Batch, size: int) -> list[int]:
+    """Positions of records that differ from all before them."""
+    different: list[int] = []
+    for i in range(size):
+        twins = (all(torch.equal(x[i], x[j]) for x in records.tensors(batch)) for j in different)
+        if not any(twins):
+            different.append(i)
+    return different
 
 
 def _vary(x: Tensor, generator: torch.Generator) -> Tensor:

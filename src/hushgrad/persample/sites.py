@@ -7,6 +7,7 @@ meets anything else stops before it can be used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 from hushgrad.persample.layout import Layout, Shape, infer
 
 

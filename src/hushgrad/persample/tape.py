@@ -153,6 +153,8 @@ class Tape:
             raise NotCovered(f"{name} on {', '.join(names)} returns several tensors; {_REMEDY}")
         (call.output,) = self._guide.outputs(name, names, inputs, [tuple(y.shape)])
         self._calls += 1
+        if y.is_complex():
+            raise NotCovered(f"{name} on {', '.join(names)} returns complex numbers; {_REMEDY}")
         if not y.is_floating_point():
             return y
         if call.output.layout is None:

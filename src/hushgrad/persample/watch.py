@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hushgrad.types import Params, Refused
+from hushgrad.persample.records import tensors
+from hushgrad.types import Batch, Params, Refused
 
 _Mark = tuple[int, int, int]
 
@@ -50,6 +52,25 @@ class Watch:
         for name, x in self._state().items():
             if name not in free and _mark(x) != self._marks.get(name):
                 raise written(name)
+
+
+def refuse_strangers(losses: Tensor, params: Params, batch: Batch) -> None:
+    """Refuse a loss that also trains a tensor which is not among the private parameters."""
+    known = {id(x) for x in (*params.values(), *tensors(batch))}
+    seen: set[Any] = set()
+    stack = [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise Refused(
+                f"the loss also trains a tensor of shape {tuple(leaf.shape)} that is not among the "
+                "private parameters; add it to params, or freeze it with requires_grad_(False)"
+            )
+        stack.extend(following for following, _ in node.next_functions)
 
 
 def written(name: str) -> Refused:

@@ -1,0 +1,159 @@
+"""Contract suites: does a clipping rule, or a form of per-sample gradients, keep its promises?
+
+Each suite is one function that returns nothing, or raises `AssertionError` with what was
+expected, what came, and what to do. Call it from a test of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.clipping import Clip
+from hushgrad.persample import Form, Gradients, auto, per_sample, records
+from hushgrad.persample.loop import one_record
+from hushgrad.persample.neutral import WithoutRandomness
+from hushgrad.persample.oracle import coarse
+from hushgrad.types import Batch, Loss, Params, Refused
+
+_SIZES = (0.0, 1e-30, 1e-12, 1e-3, 0.5, 1.0, 2.0, 1e3, 1e12, 1e30)
+
+
+def check_clip_rule(clip: Clip, groups: int = 1) -> None:
+    """Check that a rule keeps its bound by itself, and treats every record alone.
+
+    The library clamps the weights of any rule; this tells whether the clamp is ever needed.
+
+    >>> from hushgrad import clipping
+    >>> check_clip_rule(clipping.automatic(), groups=3)
+    """
+    clip_norms, bound = clip.clip_norms(groups), clip.bound(groups)
+    norms = _norms(groups)
+    for one in norms:
+        weights, again = (clip.weigh(one.clone(), clip_norms) for _ in range(2))
+        at = f"{clip.name} at norms {one.tolist()}"
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights)
+        fix = "return one weight for each group of the one record that is given"
+        _require(shape == (groups,), f"{at}: a tensor of shape ({groups},)", shape, fix)
+        fix = "give a norm of zero, a tiny and a huge one a weight of their own (torch.where)"
+        _require(bool(weights.isfinite().all()), f"{at}: finite weights", weights.tolist(), fix)
+        length = float((weights * one).square().sum().sqrt())
+        fix = "shorten the weights, or state a larger bound"
+        _require(length <= bound * (1 + 1e-9), f"{at}: a norm up to {bound:.6g}", length, fix)
+        fix = "draw no random numbers and keep no state in a rule"
+        _require(
+            torch.equal(weights, again), f"{at}: {weights.tolist()} again", again.tolist(), fix
+        )
+    together = clip.weights(norms)
+    for i, one in enumerate(norms):
+        alone, turned = clip.weights(one[None])[0], clip.weights(norms[i:].flip(0))[-1]
+        came = torch.stack([alone, together[i], turned])
+        fix = "compute them from that record's norms only, by elementwise operations"
+        expected = f"{clip.name}: the same weights for a record alone and in a batch"
+        _require(bool((came == alone).all()), expected, came.tolist(), fix)
+    for bad in (torch.nan, torch.inf):
+        tainted = norms[:2].clone()
+        tainted[1, -1] = bad
+        came = clip.weights(tainted)
+        holds = torch.equal(came[0], together[0]) and not came[1].any()
+        expected = f"{clip.name}: weight 0 at a norm of {bad}, its mate unmoved"
+        _require(holds, expected, came.tolist(), "leave Clip.weights as it is")
+
+
+def _norms(groups: int) -> Tensor:
+    """Norms of all sizes: alike in all groups, in one group only, and at random."""
+    sizes = torch.tensor(_SIZES, dtype=torch.float64)[:, None]
+    one_only = torch.eye(groups, dtype=torch.float64)[0]
+    random = torch.randn(40, groups, generator=torch.Generator().manual_seed(0)).double()
+    rows = [sizes.expand(-1, groups), sizes * one_only, sizes * one_only.flip(0)]
+    return torch.cat([*rows, random.exp(), (20 * random).clamp(-60, 60).exp()])
+
+
+def check_per_sample(
+    loss: Loss,
+    params: Params,
+    batch: Batch,
+    *,
+    form: Form | Sequence[Form] = auto,
+    modules: Sequence[nn.Module] = (),
+) -> None:
+    """Check per-sample gradients, of any form, against runs of one record at a time.
+
+    Random draws (dropout) are replaced by their means. The records must be finite.
+    """
+
+    def certified(loss: Loss, batch: Batch) -> Gradients:
+        try:
+            return per_sample(loss, params, batch, form=form, modules=modules)
+        except Refused as refusal:
+            raise AssertionError(f"expected {form} to be certified, got: {refusal}") from refusal
+
+    with WithoutRandomness():
+        exact, rough = _one_by_one(loss, params, batch), coarse(params)
+        g = certified(loss, batch)
+        for what, gradients, times in (("g", g, 1.0), ("0.5 * g + g", 0.5 * g + g, 1.5)):
+            scaled = {name: times * x for name, x in exact.items()}
+            _check_norms(gradients, scaled, rough, what)
+            _check_sums(gradients, scaled, rough, what)
+        # The first record's loss is made nan by a factor, whatever the records are made of.
+        factor = torch.ones(records.count(batch), device=next(iter(params.values())).device)
+        factor[0] = torch.nan
+        tainted = certified(lambda x: loss(x[0]) * x[1], (batch, factor))
+        _check_sums(tainted, exact, rough, "a nan record of weight 0", skip=1)
+        empty = certified(loss, records.cut(batch, 0, 0))
+        for none in (empty, 0.5 * empty + empty):
+            sums = none.weighted_sum(dict.fromkeys(params, factor[:0].double()))
+            found = [*none.sq_norms().values(), *(x[x != 0] for x in sums.values())]
+            holds = len(found) == 2 * len(params) and not any(x.numel() for x in found)
+            _require(holds, "of no records no norms and zero sums", found, "handle an empty batch")
+
+
+def _one_by_one(loss: Loss, params: Params, batch: Batch) -> dict[str, Tensor]:
+    """Each record's gradient, flat and in float64."""
+    found: dict[str, list[Tensor]] = {name: [] for name in params}
+    for i in range(records.count(batch)):
+        alone = records.cut(batch, i, i + 1)
+        for name, x in one_record(loss, params, alone, records.MULTIPLE)[1].items():
+            found[name].append(torch.zeros_like(params[name]) if x is None else x)
+    return {name: torch.stack(x).detach().double().flatten(1) for name, x in found.items()}
+
+
+def _scales(exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What errors are relative to: the norm, or 1 % of all parameters' where that is larger."""
+    norms = {name: x.norm(dim=1) for name, x in exact.items()}
+    total = torch.stack([*norms.values()]).norm(dim=0)
+    return {name: torch.maximum(x, 0.01 * total) + 1e-30 for name, x in norms.items()}
+
+
+def _check_norms(g: Gradients, exact: dict[str, Tensor], rough: float, what: str) -> None:
+    for name, scale in _scales(exact).items():
+        norm, at = exact[name].norm(dim=1), f"{what}, {name}"
+        estimate = g.squares[name].estimate.clamp_min(0).sqrt()
+        off = float(((estimate - norm).abs() / scale).max())
+        fix = "add up every use of the parameter, in float32 or wider"
+        _require(off <= max(1e-5, rough), f"{at}: norm estimates within 1e-5", off, fix)
+        above = 1 + (g.sq_norms()[name].sqrt() - norm) / scale
+        holds = bool(((above >= 1 - max(1e-6, rough)) & (above <= 1.01 + rough)).all())
+        fix = "return the norm plus its own rounding error, and no more"
+        _require(holds, f"{at}: norms 1 to 1.01 of one-record runs", above.tolist(), fix)
+
+
+def _check_sums(
+    g: Gradients, exact: dict[str, Tensor], rough: float, what: str, skip: int = 0
+) -> None:
+    for name, scale in _scales(exact).items():
+        draws = torch.linspace(-1, 2, len(scale), dtype=torch.float64, device=scale.device)
+        draws[:skip] = 0
+        for weights in (draws, draws.square(), draws + draws.square(), 0 * draws):
+            came = g.weighted_sum(dict.fromkeys(exact, weights))[name].double().flatten()
+            error = (came - weights @ exact[name]).norm() / ((weights.abs() * scale).sum() + 1e-30)
+            expected = f"{what}, {name}: the weighted sum of one-record gradients within 1e-5"
+            fix = "sum what was measured, and mask records of weight 0, as 0 * nan is nan"
+            _require(float(error) <= max(1e-5, rough), expected, float(error), fix)
+
+
+def _require(holds: bool, expected: str, came: object, fix: str) -> None:
+    if not holds:
+        raise AssertionError(f"expected {expected}, got {came}; {fix}")

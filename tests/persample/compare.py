@@ -26,7 +26,9 @@ class Expected:
 
     @property
     def norms(self) -> dict[str, Tensor]:
-        return {name: g.flatten(1).square().sum(1).sqrt() for name, g in self.gradients.items()}
+        return {
+            name: g.reshape(len(g), -1).square().sum(1).sqrt() for name, g in self.gradients.items()
+        }
 
 
 def private(model: nn.Module) -> dict[str, nn.Parameter]:

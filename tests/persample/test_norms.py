@@ -183,7 +183,9 @@ def test_a_zero_gradient_is_zero_without_slack(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["a", "b"])
-def test_a_record_that_is_not_finite_has_norm_inf_and_can_be_left_out(bad: float, where: str) -> None:
+def test_a_record_that_is_not_finite_has_norm_inf_and_can_be_left_out(
+    bad: float, where: str
+) -> None:
     a, b = torch.randn(3, 4, 50), torch.randn(3, 4, 60)
     {"a": a, "b": b}[where][1, 2, 3] = bad
     gradients = gradients_of(Outer(a, b), shape=(60, 50))

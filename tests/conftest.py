@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 # The hook rewrites modules as they are imported, so it must come before the first import.
 assert "hushgrad" not in sys.modules, "hushgrad was imported before its shapes could be checked"
-jaxtyping.install_import_hook(["hushgrad"], "beartype.beartype")
+jaxtyping.install_import_hook(["hushgrad"], "checker.checked")
 
 # A first call into torch can take seconds on a busy machine, so neither time limit applies.
 settings.register_profile(

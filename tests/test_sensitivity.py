@@ -125,9 +125,7 @@ def test_the_bound_is_tight() -> None:
     """A test of sensitivity that passes for any bound would prove nothing."""
     batch = records(11)
     full = clipped_sum(loss, PARAMS, batch, clip=normalize(), modules=(MODEL,))
-    less = clipped_sum(
-        loss, PARAMS, changed(batch, "remove"), clip=normalize(), modules=(MODEL,)
-    )
+    less = clipped_sum(loss, PARAMS, changed(batch, "remove"), clip=normalize(), modules=(MODEL,))
     assert distance(full, less) > 0.99 * full.sensitivity(Relation.ADD_REMOVE)
 
 
@@ -160,7 +158,10 @@ def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int) -> None:
             chosen = torch.zeros(size, dtype=torch.float64)
             chosen[place] = 1
             bits = {name: s[place] for name, s in gradients.sq_norms().items()}
-            bits |= {f"{n}.g": g for n, g in gradients.weighted_sum(dict.fromkeys(PARAMS, chosen)).items()}
+            bits |= {
+                f"{n}.g": g
+                for n, g in gradients.weighted_sum(dict.fromkeys(PARAMS, chosen)).items()
+            }
             reference = reference or bits
             for name, value in bits.items():
                 assert torch.equal(value, reference[name]), (name, seed, place)

@@ -13,7 +13,6 @@ from hushgrad.persample import Form, auto, certificate_for, per_sample, traced
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.factors import costs, merge
 from hushgrad.persample.gradients import Gradients
-from hushgrad.persample.oracle import coarse
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -116,7 +115,7 @@ def _row(name: str, params: Params, certificate: Certificate, gradients: Gradien
 
 
 def _checks(certificate: Certificate, params: Params) -> list[Check]:
-    seen, slack = certificate.evidence, coarse(params)
+    seen, slack = certificate.evidence, certificate.evidence.precision.rounding
     sizes = ", ".join(str(size) for size in dict.fromkeys(seen.sizes))
     independent = f"off by at most {seen.loss:.1e} in batches of {sizes}"
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -31,9 +32,9 @@ def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `function` to each tensor of a call's arguments or results."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, tuple) and type(tree) is not tuple:  # torch.Size and named results
-        return tree if not tensors_in(tree) else tuple(map_in(function, x) for x in tree)
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, tuple | list):  # torch's named results are also made from a sequence
         return type(tree)(map_in(function, x) for x in tree)
     if isinstance(tree, dict):
         return {key: map_in(function, x) for key, x in tree.items()}

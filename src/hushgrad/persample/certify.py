@@ -70,10 +70,11 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
     _refuse_batchnorm(subject)
     few = distinct_records(batch, size)
     subject = replace(subject, free_buffers=_data_independent_buffers(subject, few))
-    evidence, why_not = Evidence(), dict[str, str]()
+    why_not: dict[str, str] = {}
     largest = records.padded_size(size)
     with _comparable(subject, general=True):
         oracle = consult(subject, few)
+        evidence = Evidence(oracle.precision)
         if oracle.count == 0:
             raise Refused(
                 "none of the records that certification drew has a finite loss and gradient; "
@@ -106,10 +107,8 @@ def _certify_form(
     try:
         with WithoutRandomness():
             gradients = form.run(subject.loss, subject.params, oracle.records, size, size, ())
-    except Refused:
-        raise
-    except Exception as error:  # whatever vmap cannot do, another form may
-        raise NotCovered(f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # the plain forward pass worked: another form may do
+        raise NotCovered(_reason(error)) from error
     wrong = compare(gradients, oracle, subject, evidence)
     if wrong:
         raise NotCovered(differs(wrong))
@@ -179,9 +178,13 @@ def _attempt(subject: Subject, batch: Batch, size: int, guide: Probing | Replayi
     except Unforeseen as call:
         raise NotCovered(f"the sequence of operations changes with the batch: {call}") from call
     except Exception as error:  # the plain forward pass worked: the fault is the form's
-        raise NotCovered(f"{type(error).__name__}: {error}") from error
+        raise NotCovered(_reason(error)) from error
     watch.check(subject.free_buffers)
     return gradients
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
 
 
 def _is_flattened(site: Site) -> bool:

@@ -16,16 +16,23 @@ from hushgrad.types import Params
 class WithoutRandomness(TorchDispatchMode):
     """Replace every random draw by its mean, so that dropout keeps all and scales nothing.
 
-    A mode at this level also sees draws inside backward passes and recomputed activations.
+    A mode at this level also sees draws inside backward passes and recomputed activations, and
+    `narrowest` is the least precise type that anything was computed in, wherever autocast began.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.narrowest = torch.float64
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        result = self._drawn(func, args, kwargs or {})
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.narrowest = min(self.narrowest, result.dtype, key=lambda t: t.itemsize)
+        return result
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         mean = _MEANS.get(func.overloadpacket)
@@ -70,7 +77,7 @@ _MEANS: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def in_general_position(params: Params) -> Iterator[None]:
+def in_general_position(params: Params, by: float = 0.05) -> Iterator[None]:
     """Move every parameter a little for the length of the block, then put its own tensor back.
 
     At an initialisation with zeros (a last layer, LoRA's second factor) gradients vanish and a
@@ -80,10 +87,12 @@ def in_general_position(params: Params) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     try:
         for p in params.values():
-            scale = 0.05 * (float(p.data.float().square().mean().sqrt()) + 0.02)
+            scale = by * (float(p.data.float().square().mean().sqrt()) + 0.02)
             shift = torch.randn(p.shape, generator=generator) * scale
             p.data = p.data + shift.to(p.device, p.dtype)
+        torch.clear_autocast_cache()  # it holds casts of the parameters as they were
         yield
     finally:
         for name, p in params.items():
             p.data = saved[name]
+        torch.clear_autocast_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,32 @@ from torch import Tensor, nn
 from hushgrad.persample import records
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
-from hushgrad.persample.neutral import WithoutRandomness
+from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import Watch
 from hushgrad.types import Batch, Loss, Params, Refused
 
-# How far a gradient may be from the one-record run's, relative to its norm: well above what
-# reordered sums do, well below what a wrong layout or a missed use does.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
-_COARSE = 5e-2  # bfloat16 and float16, and autocast to them
-_LOSS_SHARE = 0.1  # a loss is compared ten times as strictly: no backward pass blurs it
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How closely a batched run must follow runs of one record, in the model's own arithmetic.
+
+    Well above what reordered sums do, well below what a wrong layout or a missed use does. A
+    parameter's error is relative to its gradient's norm, or to the share `floor` of the whole
+    gradient's where that is larger: what is left of large numbers that cancel is only rounding.
+    """
+
+    gradient: float
+    loss: float
+    floor: float = 0.01
+    rounding: float = 0.0  # what the arithmetic alone does to a norm, where that can be seen
+
+
+FINE = {torch.float64: Precision(1e-9, 1e-10), torch.float32: Precision(2e-4, 2e-5, floor=0.05)}
+COARSE = Precision(0.1, 2.5e-2, floor=0.25, rounding=5e-2)  # anything narrower, at the least
+_BLUR = 4.0  # a pass rounds at every layer, a shift of the parameters but once
+_COARSEST = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class Subject:
 class Evidence:
     """The worst that certification saw; every figure is relative to the one-record run."""
 
+    precision: Precision
     sizes: list[int] = field(default_factory=list)
     loss: float = 0.0
     gradient: float = 0.0
@@ -61,6 +78,7 @@ class Oracle:
     records: Batch
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
+    precision: Precision
 
     @property
     def count(self) -> int:
@@ -71,37 +89,59 @@ class Oracle:
         return records.take(self.records, [i % self.count for i in range(size)])
 
 
-def coarse(params: Params) -> float:
-    """What rounding alone does to a model in less than float32; 0 for others."""
-    tolerance = _tolerance(params)
-    return tolerance if tolerance == _COARSE else 0.0
-
-
-def _tolerance(params: Params) -> float:
-    device = next(iter(params.values())).device.type
-    if torch.is_autocast_enabled(device):
-        return _COARSE
-    return max(_TOLERANCE.get(p.dtype, _COARSE) for p in params.values())
-
-
 def consult(subject: Subject, few: Batch) -> Oracle:
     """Run each record by itself, in copies: kernels then act as they do in a batch.
 
     Records without a finite loss and gradient are left out: they can be compared with nothing,
     and an error that one of them caused would tell that it is there.
     """
-    losses, gradients, finite = [], [], []
+    neutral = WithoutRandomness()
     watch = Watch(subject.params, subject.modules)
-    for i in range(records.count(few)):
-        alone = records.cut(few, i, i + 1)
-        with WithoutRandomness():
-            value, gradient = one_record(subject.loss, subject.params, alone, records.MULTIPLE)
-        if all(bool(x.isfinite().all()) for x in (value, *gradient.values()) if x is not None):
-            losses.append(value)
-            gradients.append(gradient)
-            finite.append(i)
+    with neutral:
+        alone = _each_alone(subject, few)
     watch.check(subject.free_buffers)
-    return Oracle(records.take(few, finite), losses, gradients)
+    finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
+    kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
+    oracle = Oracle(kept, [x for x, _ in one_by_one], [x for _, x in one_by_one], COARSE)
+    if neutral.narrowest in FINE:
+        return replace(oracle, precision=FINE[neutral.narrowest])
+    return replace(oracle, precision=_blurred(subject, oracle, neutral.narrowest))
+
+
+def _each_alone(subject: Subject, few: Batch) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
+    return [
+        one_record(subject.loss, subject.params, records.cut(few, i, i + 1), records.MULTIPLE)
+        for i in range(records.count(few))
+    ]
+
+
+def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
+    return all(bool(x.isfinite().all()) for x in (loss, *gradient.values()) if x is not None)
+
+
+def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype) -> Precision:
+    """What rounding to a narrow type does to this model: shift its parameters by as much."""
+    with in_general_position(subject.params, by=torch.finfo(dtype).eps / 2), WithoutRandomness():
+        shifted = _each_alone(subject, oracle.records)
+    off = off_loss = 0.0
+    for i, (loss, gradient) in enumerate(shifted):
+        whole = COARSE.floor * _whole_norm(oracle.gradients[i])
+        for name, new in gradient.items():
+            old = oracle.gradients[i][name]
+            if new is not None and old is not None:
+                off = max(off, float(_norm(new - old) / torch.maximum(_norm(old), whole)))
+        off_loss = max(off_loss, float((loss - oracle.losses[i]).abs() / (loss.abs() + 0.1)))
+    gradient_, loss_ = (min(_COARSEST, _BLUR * x) for x in (off, off_loss))
+    return replace(
+        COARSE,
+        gradient=max(COARSE.gradient, gradient_),
+        loss=max(COARSE.loss, loss_),
+    )
+
+
+def _whole_norm(gradient: dict[str, Tensor | None]) -> Tensor:
+    norms = [_norm(x) for x in gradient.values() if x is not None]
+    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
@@ -123,8 +163,8 @@ def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence
     error = (losses - alone).abs() / (alone.abs() + 0.1)
     error = error.masked_fill(both_nan | (losses == alone), 0)
     worst = int(error.nan_to_num(nan=torch.inf).argmax())
-    evidence.merge(Evidence(sizes=[size], loss=float(error[worst])))
-    if not bool(error[worst] <= _LOSS_SHARE * _tolerance(subject.params)):
+    evidence.merge(Evidence(oracle.precision, sizes=[size], loss=float(error[worst])))
+    if not bool(error[worst] <= oracle.precision.loss):
         raise Refused(
             f"the loss of a record depends on its mates: {float(alone[worst]):.6g} alone and "
             f"{float(losses[worst]):.6g} in a batch of {size}, so samples are mixed (a mean or a "
@@ -140,20 +180,30 @@ def compare(
     exact = {name: _norms(oracle, name) for name in subject.params}
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
     turn = torch.arange(gradients.batch) % oracle.count
-    errors = _vector_errors(gradients, oracle, exact, total)
-    seen = Evidence(gradient=max(errors.values()))
+    precision, floor = oracle.precision, oracle.precision.floor * total
+    errors = _vector_errors(gradients, oracle, exact, floor)
     for name, square in gradients.squares.items():
-        scale = torch.maximum(exact[name], 0.01 * total).clamp_min(1e-30)[turn]
-        estimate, upper = (x.cpu().clamp_min(0).sqrt() for x in (square.estimate, square.upper))
-        off, above = ((x - exact[name][turn]) / scale for x in (estimate, upper))
-        worst = float(off.abs().nan_to_num(nan=torch.inf).max())
-        errors[name] = max(errors[name], worst)
-        lowest, highest = 1 + float(above.min()), 1 + float(above.max())
-        seen.merge(Evidence(estimate=worst, lowest_norm=lowest, highest_norm=highest))
-    wrong = {name: off for name, off in errors.items() if not off <= _tolerance(subject.params)}
+        scale = torch.maximum(exact[name], floor).clamp_min(1e-30)[turn]
+        off = (square.estimate.cpu().clamp_min(0).sqrt() - exact[name][turn]) / scale
+        errors[name] = max(errors[name], _worst(off))
+    wrong = {name: off for name, off in errors.items() if not off <= precision.gradient}
     if not wrong:
+        estimate, upper = (_ratio(gradients, total[turn], which) for which in ("estimate", "upper"))
+        seen = Evidence(precision, gradient=max(errors.values()), estimate=_worst(estimate - 1))
+        seen.lowest_norm, seen.highest_norm = float(upper.min()), float(upper.max())
         evidence.merge(seen)
     return wrong
+
+
+def _worst(off: Tensor) -> float:
+    return float(off.abs().nan_to_num(nan=torch.inf).max())
+
+
+def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
+    """The norms of the records' whole gradients, as multiples of the exact ones."""
+    parts = [getattr(square, which) for square in gradients.squares.values()]
+    norms = torch.stack(parts).sum(0).clamp_min(0).sqrt().cpu()
+    return torch.where(norms == total, 1.0, norms / total)
 
 
 def _norms(oracle: Oracle, name: str) -> Tensor:
@@ -171,7 +221,7 @@ def _norm(x: Tensor | None) -> Tensor:
 
 
 def _vector_errors(
-    gradients: Gradients, oracle: Oracle, exact: dict[str, Tensor], total: Tensor
+    gradients: Gradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
 ) -> dict[str, float]:
     """Compare the gradients themselves: one random combination of all of them tells."""
     generator = torch.Generator().manual_seed(1)
@@ -185,7 +235,7 @@ def _vector_errors(
         for weight, gradient in zip(share.tolist(), oracle.gradients, strict=True):
             one = gradient[name]
             gap = gap if one is None else gap.sub_(one, alpha=weight)
-        scale = weights * torch.maximum(exact[name], 0.01 * total)[turn]
+        scale = weights * torch.maximum(exact[name], floor)[turn]
         errors[name] = float(_norm(gap) / scale.norm().clamp_min(1e-30))
     return errors
 

@@ -52,5 +52,5 @@ def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
     if x.is_floating_point():
         noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
         return x + 0.1 * noise * (x.abs() + 0.1)
-    flat = x.flatten(1)
+    flat = x.reshape(len(x), -1)
     return flat[:, torch.randperm(flat.shape[1], generator=generator).to(x.device)].view_as(x)

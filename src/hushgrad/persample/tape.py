@@ -37,7 +37,7 @@ _PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
 
 # Attributes of a parameter that are parameters again; all others (shape, dtype ...) are facts.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# Operations that read only the shape or type of a second tensor.
+# Operations that read only the shape or type of their second tensor.
 _READS_NO_VALUE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
 _CASTS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
@@ -71,7 +71,7 @@ class Call:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]
     output: Place = field(init=False)
-    deterministic: bool = False  # set by a rule that relies on it
+    runs_again: bool = False  # set by the rule that repeats the operation on the way back
 
     def private(self, x: Any) -> bool:
         """Is this argument a private parameter, or a function of some?"""
@@ -126,11 +126,12 @@ class Tape:
         name = name_of(function)
         if name.startswith("get ") and name[4:] not in _VIEW_ATTRIBUTES:
             return function(*args, **kwargs)
-        reads = self._operands_in(args, kwargs)
-        if not torch.is_grad_enabled() or (name in _READS_NO_VALUE and reads[0] is not args[0]):
+        reads = self._operands_in((args, kwargs))
+        values = args[:1] if name in _READS_NO_VALUE else (args, kwargs)
+        if not torch.is_grad_enabled() or not self._operands_in(values):
             return function(*self._plain(args), **self._plain(kwargs))
         self._refuse_writes(name, reads, args, kwargs)
-        others = [x for x in tensors_in((args, kwargs)) if not isinstance(x, self.operands)]
+        others = [x for x in tensors_in(values) if not isinstance(x, self.operands)]
         names = tuple(sorted({n for x in reads for n in self._names(x)}))
         shapes = [tuple(x.shape) for x in others]
         inputs = self._guide.inputs(name, names, shapes) if others else ()
@@ -145,7 +146,7 @@ class Tape:
     ) -> Tensor:
         args, kwargs = call.arguments
         saves = self._rules.on_records(call, name, args, kwargs)
-        before = torch.get_rng_state() if call.deterministic else None
+        before = torch.get_rng_state() if call.runs_again else None
         y = call.function(*self._plain(args), **self._plain(kwargs))
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise NotCovered(f"no rule for {name}, which draws random numbers; {_REMEDY}")
@@ -162,7 +163,8 @@ class Tape:
                 f"{name} on {', '.join(names)} turns records into a tensor of shape "
                 f"{tuple(y.shape)} without records, so samples are mixed; {_MIXING}"
             )
-        return self._tap(y, saves)
+        # An operation that no rule knows may keep its result, or return a view of an argument.
+        return self._tap(y.clone() if call.runs_again else y, saves)
 
     def _on_parameters(
         self,
@@ -219,8 +221,8 @@ class Tape:
 
     # --- operands: parameters and functions of them ---
 
-    def _operands_in(self, args: Any, kwargs: Any) -> list[Tensor]:
-        return [x for x in tensors_in((args, kwargs)) if isinstance(x, self.operands)]
+    def _operands_in(self, tree: Any) -> list[Tensor]:
+        return [x for x in tensors_in(tree) if isinstance(x, self.operands)]
 
     def _names(self, operand: Tensor) -> tuple[str, ...]:
         if isinstance(operand, self._derived):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hushgrad.persample import Form, auto, per_sample
 from hushgrad.persample.records import MULTIPLE, count, cut, take
-from hushgrad.persample.watch import buffers_restored
+from hushgrad.persample.watch import restored
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -74,7 +74,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
-    with torch.random.fork_rng(), buffers_restored(modules), hooks:
+    with torch.random.fork_rng(), restored(params, modules), hooks:
         gradients = per_sample(loss, params, batch, modules=modules)
     for x in gradients.held():
         note(x)

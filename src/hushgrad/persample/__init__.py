@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
@@ -14,7 +15,7 @@ from hushgrad.persample.forms import Form, auto, dense, loop, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.oracle import Subject
 from hushgrad.persample.sites import Unforeseen
-from hushgrad.persample.watch import Watch, check_optimizer
+from hushgrad.persample.watch import check_optimizer, check_parameters, guarded
 from hushgrad.types import Batch, Loss, Params, Refused
 
 __all__ = [
@@ -52,9 +53,12 @@ def per_sample(
     bounds. Raises `Refused` otherwise. An empty batch gives an empty result without calling
     `loss`.
     """
+    check_parameters(params)
     size = records.count(batch)
     if size == 0:
-        return Gradients({}, params, torch.zeros(0, device=_device(params)), 0)
+        device = next(iter(params.values())).device
+        return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
+    batch = records.map_tensors(Tensor.detach, batch)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
@@ -83,6 +87,7 @@ def certificate_for(
     idle: Collection[str] = (),
 ) -> Certificate:
     """Certify without using the result: what `per_sample` would do on the first such batch."""
+    check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
     return certify(subject, forms, batch, records.count(batch))
@@ -91,6 +96,7 @@ def certificate_for(
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
     certificate.steps += 1
+    subject = replace(subject, free_buffers=certificate.free_buffers)
     if records.padded_size(size) > certificate.largest:
         extend(certificate, subject, batch, size)
     elif certificate.steps & (certificate.steps - 1) == 0:
@@ -100,17 +106,11 @@ def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -
 
 def _run(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
-    watch = Watch(subject.params, subject.modules)
     padded = records.padded_size(size)
     whole = records.pad(batch, size) if certificate.form is traced else batch
     run = certificate.form.run
     try:
-        gradients = run(subject.loss, subject.params, whole, size, padded, certificate.sites)
+        with guarded(subject.params, subject.modules, certificate.free_buffers):
+            return run(subject.loss, subject.params, whole, size, padded, certificate.sites)
     except Unforeseen:
         return None
-    watch.check(certificate.free_buffers)
-    return gradients
-
-
-def _device(params: Params) -> torch.device:
-    return next(iter(params.values())).device

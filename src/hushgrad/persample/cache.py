@@ -63,7 +63,7 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
         tuple((name, id(p), p.dtype, tuple(p.shape)) for name, p in subject.params.items()),
         tuple(child.training for module in subject.modules for child in module.modules()),
         _identity(subject.loss),
-        tuple(form.name for form in forms),
+        forms,
         subject.idle,
         records.shapes(batch),
         autocast,

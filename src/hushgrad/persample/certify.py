@@ -31,15 +31,10 @@ from hushgrad.persample.oracle import (
     refuse_unreached,
 )
 from hushgrad.persample.probes import distinct_records, probe_sizes
+from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.persample.traced import checked_losses, trace
-from hushgrad.persample.watch import (
-    Watch,
-    buffers_restored,
-    check_parameters,
-    refuse_strangers,
-    written,
-)
+from hushgrad.persample.watch import Key, guarded, restored, same_bits, written
 from hushgrad.types import Batch, NotCovered, Refused
 
 
@@ -49,7 +44,7 @@ class Certificate:
 
     form: Form
     sites: tuple[Site, ...]
-    free_buffers: frozenset[str]
+    free_buffers: frozenset[Key]
     largest: int
     evidence: Evidence
     why_not: dict[str, str]
@@ -57,19 +52,19 @@ class Certificate:
 
 
 @contextmanager
-def _comparable(subject: Subject, general: bool) -> Iterator[dict[str, Tensor]]:
-    """Put everything back after the passes inside; yields what buffers they wrote."""
+def _comparable(subject: Subject, general: bool) -> Iterator[dict[Key, Tensor]]:
+    """Put everything back after the passes inside; yields what they wrote."""
     position = in_general_position(subject.params) if general else nullcontext()
-    with torch.random.fork_rng(), buffers_restored(subject.modules) as changed, position:
+    watched = restored(subject.params, subject.modules)
+    with torch.random.fork_rng(), position, watched as changed:
         yield changed
 
 
 def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
     """Certify the first of `forms` that can be, or say why none can."""
-    check_parameters(subject.params)
-    _refuse_batchnorm(subject)
+    _refuse_coupling_layers(subject)
     few = distinct_records(batch, size)
-    subject = replace(subject, free_buffers=_data_independent_buffers(subject, few))
+    subject = replace(subject, free_buffers=_free_buffers(subject, few))
     why_not: dict[str, str] = {}
     largest = records.padded_size(size)
     with _comparable(subject, general=True):
@@ -81,10 +76,6 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
                 "clean the data, or lower the scale of the model's first outputs"
             )
         refuse_unreached(subject, oracle)
-        probe = oracle.probe(records.MULTIPLE)
-        with torch.enable_grad(), WithoutRandomness():
-            losses = checked_losses(subject.loss(probe), records.MULTIPLE)
-        refuse_strangers(losses, subject.params, probe)
         for probe_size in (*probe_sizes(subject.params, few), largest):
             check_losses(subject, oracle, probe_size, evidence)
         for form in forms:
@@ -169,18 +160,16 @@ def _sites(
 
 
 def _attempt(subject: Subject, batch: Batch, size: int, guide: Probing | Replaying) -> Gradients:
-    watch = Watch(subject.params, subject.modules)
+    watched = guarded(subject.params, subject.modules, subject.free_buffers)
     try:
-        with WithoutRandomness():
-            gradients = trace(subject.loss, subject.params, batch, size, size, guide)
+        with WithoutRandomness(), watched:
+            return trace(subject.loss, subject.params, batch, size, size, guide)
     except (Refused, Ambiguous):
         raise
     except Unforeseen as call:
         raise NotCovered(f"the sequence of operations changes with the batch: {call}") from call
     except Exception as error:  # the plain forward pass worked: the fault is the form's
         raise NotCovered(_reason(error)) from error
-    watch.check(subject.free_buffers)
-    return gradients
 
 
 def _reason(error: Exception) -> str:
@@ -201,7 +190,7 @@ def _first_difference(one: tuple[Site, ...], other: tuple[Site, ...]) -> str:
 # --- what the model may not do ------------------------------------------------------------------
 
 
-def _refuse_batchnorm(subject: Subject) -> None:
+def _refuse_coupling_layers(subject: Subject) -> None:
     for module in subject.modules:
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
@@ -210,23 +199,28 @@ def _refuse_batchnorm(subject: Subject) -> None:
                     "normalises each record by its mates, so no bound on one record exists; call "
                     "hushgrad.replace_batchnorm(model), or eval() that layer"
                 )
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)
 
 
-def _data_independent_buffers(subject: Subject, few: Batch) -> frozenset[str]:
-    """The buffers that a pass writes with the same bits whatever the records are.
+def _free_buffers(subject: Subject, few: Batch) -> frozenset[Key]:
+    """The buffers that a pass writes with the same bits whatever the records and their number.
 
     Spectral norm's vectors and step counters are such; anything else that is written is refused.
     """
-    results = []
-    for i in (0, 1):
+    runs = [(i, records.MULTIPLE) for i in range(records.count(few))]
+    written_by = []
+    for i, copies in [*runs, (0, 2 * records.MULTIPLE)]:
         with _comparable(subject, general=True) as changed, torch.no_grad(), WithoutRandomness():
-            subject.loss(records.take(few, [i] * records.MULTIPLE))
-        results.append(changed)
-    one, other = results
-    for name in one.keys() | other.keys():
-        if name not in one or name not in other or not torch.equal(one[name], other[name]):
-            raise written(name)
-    return frozenset(one)
+            checked_losses(subject.loss(records.take(few, [i] * copies)), copies)
+        written_by.append(changed)
+    buffers = {(n, name) for n, m in enumerate(subject.modules) for name, _ in m.named_buffers()}
+    first = written_by[0]
+    for key in frozenset().union(*written_by):
+        same = all(key in one and same_bits(one[key], first[key]) for one in written_by)
+        if key not in buffers or not same:
+            raise written(key)
+    return frozenset(first)
 
 
 # --- after certification ------------------------------------------------------------------------

@@ -37,6 +37,10 @@ class Dense:
     def scaled(self, factor: float) -> Dense:
         return Dense(self.values * factor)
 
+    def first(self, count: int) -> Dense:
+        """The first `count` records."""
+        return Dense(self.values[:count])
+
     def record(self, index: int) -> Tensor:
         """One record's gradient in float64."""
         return self.values[index].double()
@@ -79,6 +83,9 @@ class Outer:
     def scaled(self, factor: float) -> Outer:
         return Outer(self.a, self.b * factor)
 
+    def first(self, count: int) -> Outer:
+        return Outer(self.a[:count], self.b[:count])
+
     def record(self, index: int) -> Tensor:
         return self.b[index].double().mT @ self.a[index].double()
 
@@ -117,6 +124,9 @@ class OneHot:
 
     def scaled(self, factor: float) -> OneHot:
         return replace(self, b=self.b * factor)
+
+    def first(self, count: int) -> OneHot:
+        return replace(self, index=self.index[:count], b=self.b[:count])
 
     def record(self, index: int) -> Tensor:
         table = self.b.new_zeros(self.rows, self.b.shape[-1], dtype=torch.float64)

@@ -87,10 +87,14 @@ class Gradients:
             for name, uses in self.factors.items()
         }
 
+    def _unpadded(self) -> Gradients:
+        cut = self._each(lambda factor: factor.first(self.batch))
+        return Gradients(cut, self._params, self._losses, self.batch)
+
     def __add__(self, other: Gradients) -> Gradients:
         """Add gradients of the same records, for instance at another point."""
-        _require_same_records(self, other)
-        sides = (self.factors, other.factors)
+        one, two = _same_records(self, other)
+        sides = (one.factors, two.factors)
         joined = {
             name: {
                 (side, *key): factor
@@ -99,7 +103,7 @@ class Gradients:
             }
             for name in self._params
         }
-        return Gradients(joined, self._params, self._losses, self._padded)
+        return Gradients(joined, self._params, self._losses, one._padded)
 
     def __rmul__(self, factor: float) -> Gradients:
         scaled = self._each(lambda x: x.scaled(factor))
@@ -114,7 +118,7 @@ def difference(new: Gradients, old: Gradients) -> Gradients:
 
     Reference: the recursive estimators of STORM and DP-SRM need it at every step.
     """
-    _require_same_records(new, old)
+    new, old = _same_records(new, old)
     paired = {
         name: _subtracted(new, old, name) if pairs is None else pairs
         for name in new.factors
@@ -155,9 +159,13 @@ def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Factor]:
     return {(0,): Dense(total)} if total.dim() else {}
 
 
-def _require_same_records(one: Gradients, other: Gradients) -> None:
+def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradients]:
+    """Both without padding, unless they have the same."""
     if one.batch != other.batch or one._params.keys() != other._params.keys():
         raise ValueError(
             f"expected gradients of the same records and parameters, got {one.batch} and "
             f"{other.batch} records; take both from one batch and the same parameters"
         )
+    if one._padded == other._padded:
+        return one, other
+    return one._unpadded(), other._unpadded()

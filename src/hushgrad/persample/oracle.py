@@ -12,9 +12,8 @@ from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.traced import checked_losses
-from hushgrad.persample.watch import Watch
+from hushgrad.persample.watch import Key, guarded
 from hushgrad.types import Batch, Loss, Params, Refused
-
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Subject:
     params: Params
     modules: tuple[nn.Module, ...]
     idle: frozenset[str]
-    free_buffers: frozenset[str] = frozenset()
+    free_buffers: frozenset[Key] = frozenset()
 
 
 @dataclass
@@ -96,10 +95,8 @@ def consult(subject: Subject, few: Batch) -> Oracle:
     and an error that one of them caused would tell that it is there.
     """
     neutral = WithoutRandomness()
-    watch = Watch(subject.params, subject.modules)
-    with neutral:
+    with neutral, guarded(subject.params, subject.modules, subject.free_buffers):
         alone = _each_alone(subject, few)
-    watch.check(subject.free_buffers)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     oracle = Oracle(kept, [x for x, _ in one_by_one], [x for _, x in one_by_one], COARSE)

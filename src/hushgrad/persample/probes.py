@@ -48,9 +48,12 @@ def _distinct(batch: Batch, size: int) -> list[int]:
 
 
 def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift real entries; shuffle whole ones among themselves, so that they stay in range."""
+    """Shift real entries; draw whole ones anew from the range that they have shown."""
     if x.is_floating_point():
         noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
         return x + 0.1 * noise * (x.abs() + 0.1)
-    flat = x.reshape(len(x), -1)
-    return flat[:, torch.randperm(flat.shape[1], generator=generator).to(x.device)].view_as(x)
+    if x.dtype == torch.bool or not x.numel() or x.is_complex():
+        return x
+    low, high = int(x.min()), int(x.max())
+    low = min(low, 0) if low == high else low
+    return torch.randint(low, high + 1, x.shape, generator=generator).to(x.device, x.dtype)

@@ -98,7 +98,7 @@ class Tape:
         self.params, self.batch = params, batch
         self._guide, self._rules = guide, rules
         self._name_of = {id(p): name for name, p in params.items()}
-        self._token = torch.zeros((), requires_grad=True)
+        self.token = torch.zeros((), requires_grad=True)
         self._calls = 0
         self.factors: dict[str, dict[Key, Factor]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
@@ -215,7 +215,7 @@ class Tape:
 
         detached = (x.detach() for x in kept)
         tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
-            y, self._token, record, *detached
+            y, self.token, record, *detached
         )
         return tapped
 

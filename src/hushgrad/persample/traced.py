@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hushgrad.persample import records
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.rules import RULES
 from hushgrad.persample.sites import Guide, Replaying
 from hushgrad.persample.tape import Tape
+from hushgrad.persample.watch import refuse_strangers
 from hushgrad.types import Batch, Loss, Params, Refused
 
 
@@ -19,6 +21,7 @@ def trace(
     tape = Tape(params, padded, guide, RULES)
     with torch.enable_grad(), tape.watching():
         losses = checked_losses(loss(batch), padded)
+        refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
     if isinstance(guide, Replaying):

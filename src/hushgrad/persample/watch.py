@@ -2,61 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hushgrad.persample.records import tensors
-from hushgrad.types import Batch, Params, Refused
+from hushgrad.types import NotCovered, Params, Refused
 
-_Mark = tuple[int, int, int]
+Key = tuple[int, str]
+"""A watched tensor: the position of its module, or `PRIVATE`, and its name there."""
 
-
-class Watch:
-    """Marks parameters and buffers before a pass and finds what the pass changed."""
-
-    def __init__(self, params: Params, modules: Sequence[nn.Module]) -> None:
-        self._params, self._modules = params, modules
-        self._marks = {name: _mark(x) for name, x in self._state().items()}
-        self._gradients = {name: _gradient_mark(p) for name, p in self._parameters().items()}
-
-    def _parameters(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self._params)
-        known = {id(p) for p in found.values()}
-        for module in self._modules:
-            for name, p in module.named_parameters():
-                if id(p) not in known:
-                    found[name] = p
-        return found
-
-    def _state(self) -> dict[str, Tensor]:
-        return self._parameters() | buffers(self._modules)
-
-    def check(self, free: frozenset[str] = frozenset()) -> None:
-        """Raise if a parameter got a gradient, or anything outside `free` was written."""
-        for name, p in self._parameters().items():
-            if _gradient_mark(p) != self._gradients.get(name):
-                if name in self._params:
-                    raise Refused(
-                        f"the parameter {name} received an ordinary gradient: an operation "
-                        "consumed it out of sight (a custom autograd.Function or kernel?); write "
-                        "it with torch operations, or use form=loop"
-                    )
-                raise Refused(
-                    f"the parameter {name} is trained but is not among the private parameters; "
-                    "add it to params, or freeze it with requires_grad_(False)"
-                )
-        for name, x in self._state().items():
-            if name not in free and _mark(x) != self._marks.get(name):
-                raise written(name)
+PRIVATE = -1
 
 
-def refuse_strangers(losses: Tensor, params: Params, batch: Batch) -> None:
-    """Refuse a loss that also trains a tensor which is not among the private parameters."""
-    known = {id(x) for x in (*params.values(), *tensors(batch))}
+def _parameters(params: Params, modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
+    found: dict[Key, Tensor] = {(PRIVATE, name): p for name, p in params.items()}
+    known = {id(p) for p in params.values()}
+    for i, module in enumerate(modules):
+        found |= {(i, name): p for name, p in module.named_parameters() if id(p) not in known}
+    return found
+
+
+def _buffers(modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
+    return {(i, name): b for i, m in enumerate(modules) for name, b in m.named_buffers()}
+
+
+def _mark(x: Tensor) -> tuple[int, int, int]:
+    return id(x), x.data_ptr(), x._version
+
+
+# --- at every pass ------------------------------------------------------------------------------
+
+
+@contextmanager
+def guarded(
+    params: Params, modules: Sequence[nn.Module], free: frozenset[Key] = frozenset()
+) -> Iterator[None]:
+    """Refuse the pass inside if it trained a parameter out of sight, or wrote anything but `free`.
+
+    `.grad` is lent to the pass and given back as it was.
+    """
+    trained = _parameters(params, modules)
+    before = {key: _mark(x) for key, x in (trained | _buffers(modules)).items()}
+    gradients = {key: p.grad for key, p in trained.items()}
+    try:
+        for p in trained.values():
+            p.grad = None
+        yield
+        for key, p in trained.items():
+            if p.grad is not None:
+                raise _consumed(key[1]) if key[0] == PRIVATE else _stranger(key[1])
+        after = _parameters(params, modules) | _buffers(modules)
+        for key in before.keys() | after.keys():
+            if key not in free and (key not in after or _mark(after[key]) != before.get(key)):
+                raise written(key)
+    finally:
+        for key, p in trained.items():
+            p.grad = gradients[key]
+
+
+def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> None:
+    """Refuse a loss that would train anything but the `known` tensors."""
+    expected = {id(x) for x in known}
+    names = {id(p): name for name, p in params.items()}
+    for leaf in _leaves(losses):
+        if id(leaf) not in expected:
+            if id(leaf) in names:
+                raise _consumed(names[id(leaf)])
+            raise _stranger(f"of shape {tuple(leaf.shape)}")
+
+
+def _leaves(losses: Tensor) -> Iterator[Tensor]:
     seen: set[Any] = set()
     stack = [losses.grad_fn]
     while stack:
@@ -65,69 +83,69 @@ def refuse_strangers(losses: Tensor, params: Params, batch: Batch) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            raise Refused(
-                f"the loss also trains a tensor of shape {tuple(leaf.shape)} that is not among the "
-                "private parameters; add it to params, or freeze it with requires_grad_(False)"
-            )
+        if leaf is not None:
+            yield leaf
         stack.extend(following for following, _ in node.next_functions)
 
 
-def written(name: str) -> Refused:
-    """The refusal of a tensor that the forward pass wrote from the records."""
+def _consumed(name: str) -> Refused:
+    return NotCovered(
+        f"an operation consumed the parameter {name} out of sight (a custom autograd.Function or "
+        "kernel?); write it with torch operations, or use form=loop"
+    )
+
+
+def _stranger(name: str) -> Refused:
     return Refused(
-        f"the forward pass wrote {name}, which then leaves without noise through the state dict; "
+        f"the loss also trains the parameter {name}, which is not among the private parameters; "
+        "add it to params, or freeze it with requires_grad_(False)"
+    )
+
+
+def written(key: Key) -> Refused:
+    """The refusal of a tensor that the forward pass wrote."""
+    return Refused(
+        f"the forward pass wrote {key[1]}, which then leaves without noise through the state dict; "
         "do not track statistics of the records there (track_running_stats=False, eval() that "
         "module), or compute them in the loss"
     )
 
 
-def buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The buffers of the modules, by name."""
-    return {name: b for module in modules for name, b in module.named_buffers()}
-
-
-def _mark(x: Tensor) -> _Mark:
-    return id(x), x.data_ptr(), x._version
-
-
-def _gradient_mark(p: Tensor) -> tuple[int, int] | None:
-    return None if p.grad is None else (id(p.grad), p.grad._version)
+# --- at certification ---------------------------------------------------------------------------
 
 
 @contextmanager
-def buffers_restored(modules: Sequence[nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Give back every buffer as it was, and tell what the block wrote: name to new value."""
-    owners = [
-        (f"{prefix}{'.' if prefix else ''}{name}", owner, name)
-        for module in modules
-        for prefix, owner in module.named_modules()
-        for name, b in owner.named_buffers(recurse=False)
-    ]
-    before = {
-        full: (owner._buffers[name], _copy(owner._buffers[name])) for full, owner, name in owners
-    }
-    changed: dict[str, Tensor] = {}
+def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key, Tensor]]:
+    """Give parameters and buffers back as they were, and tell what the block wrote: key to value.
+
+    Values are compared too: a write through `.data` leaves no other mark.
+    """
+    state = _parameters(params, modules) | _buffers(modules)
+    before = {key: (x, x.data, x.detach().clone(), _mark(x)) for key, x in state.items()}
+    registered = [(m, dict(m._buffers)) for module in modules for m in module.modules()]
+    changed: dict[Key, Tensor] = {}
     try:
         yield changed
     finally:
-        for full, owner, name in owners:
-            old, value = before[full]
-            now = owner._buffers.get(name)
-            assert old is not None and value is not None
-            if now is not old or not _same_bits(now, value):
-                changed[full] = torch.empty(0) if now is None else now.detach().clone()
-                owner._buffers[name] = old
-                with torch.no_grad():
-                    old.data.copy_(value)
+        after = _parameters(params, modules) | _buffers(modules)
+        for key in before.keys() | after.keys():
+            now, then = after.get(key), before.get(key)
+            if now is None:
+                changed[key] = torch.empty(0)
+            elif then is None or _mark(now) != then[3] or not same_bits(now, then[2]):
+                changed[key] = now.detach().clone()
+        for owner, buffers in registered:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        for x, data, value, _ in before.values():
+            x.data = data
+            if not same_bits(x, value):
+                data.copy_(value)
 
 
-def _copy(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().clone()
-
-
-def _same_bits(x: Tensor | None, y: Tensor) -> bool:
-    if x is None or x.shape != y.shape or x.dtype != y.dtype:
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Are two tensors equal, nan included?"""
+    if x.shape != y.shape or x.dtype != y.dtype:
         return False
     same = x == y
     if x.is_floating_point() or x.is_complex():
@@ -135,10 +153,16 @@ def _same_bits(x: Tensor | None, y: Tensor) -> bool:
     return bool(same.all())
 
 
-def check_parameters(params: Params) -> None:
+# --- what may be private ------------------------------------------------------------------------
+
+
+def check_parameters(params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that cannot be private as they are."""
     if not params:
-        raise ValueError("expected at least one private parameter, got none; pass named_parameters")
+        raise ValueError(
+            "expected at least one private parameter, got none; pass "
+            "dict(model.named_parameters()), and freeze what is not to be trained"
+        )
     seen: dict[int, str] = {}
     for name, p in params.items():
         if type(p) is not nn.Parameter:

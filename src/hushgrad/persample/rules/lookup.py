@@ -26,7 +26,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Saves | None:
-    _refuse_coupled_embedding(max_norm, scale_grad_by_freq)
+    refuse_coupled_embedding(max_norm, scale_grad_by_freq)
     where = call.layout(input)
     assert where is not None
     lift = _lookup_factor(weight, padding_idx)
@@ -38,7 +38,8 @@ def embedding(
     return (input,), emit
 
 
-def _refuse_coupled_embedding(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+def refuse_coupled_embedding(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Refuse the options of an embedding that make one record's gradient depend on others."""
     if max_norm is not None:
         raise Refused(
             "an embedding with max_norm rewrites its weight in the forward pass, from the records; "
@@ -86,7 +87,7 @@ def lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Callable[[Tensor
         return None
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     bound = dict(zip(names, args, strict=False)) | kwargs
-    _refuse_coupled_embedding(bound.get("max_norm"), bound.get("scale_grad_by_freq", False))
+    refuse_coupled_embedding(bound.get("max_norm"), bound.get("scale_grad_by_freq", False))
     index, weight = bound["input"], bound["weight"]
     if call.private(index) or type(weight) is not call.tape.operands[0]:
         return None

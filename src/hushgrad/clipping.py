@@ -77,9 +77,15 @@ def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
     if len(norms) == 0:
         return norms
     try:
-        return torch.func.vmap(weigh, in_dims=(0, None))(norms, clip_norms).double()
+        weights = torch.func.vmap(weigh, in_dims=(0, None))(norms, clip_norms)
     except RuntimeError:  # a rule that branches on its values cannot be vectorised
-        return torch.stack([weigh(one, clip_norms).double() for one in norms])
+        weights = torch.stack([weigh(one, clip_norms) for one in norms])
+    if weights.shape != norms.shape:
+        raise ValueError(
+            f"expected one weight for each of the {norms.shape[1]} groups of a record, got a "
+            f"tensor of shape {tuple(weights.shape[1:])}; return one weight for each norm"
+        )
+    return weights.double()
 
 
 def abadi(clip_norm: ClipNorm = 1.0) -> Clip:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hushgrad.persample import Form, auto, per_sample
+from hushgrad.persample import Form, auto, certificate_for, run_certified
 from hushgrad.persample.records import MULTIPLE, count, cut, take
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
 from hushgrad.types import Batch, Loss, Params
 
@@ -63,19 +64,20 @@ def fitting_micro_batch(
 
 def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
     """Bytes that one pass keeps: each storage counted once, parameters left out."""
-    per_sample(loss, params, batch, modules=modules)  # certify first, outside the measurement
+    certificate = certificate_for(loss, params, batch, modules=modules)
+    subject = Subject(loss, params, tuple(modules))
     own = {p.untyped_storage().data_ptr() for p in params.values()}
-    held: dict[int, int] = {}
+    held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
 
     def note(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
+            held[storage.data_ptr()] = storage
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.random.fork_rng(), restored(params, modules), hooks:
-        gradients = per_sample(loss, params, batch, modules=modules)
-    for x in gradients.held():
+        gradients = run_certified(certificate, subject, batch)
+    for x in gradients.held() if gradients is not None else ():
         note(x)
-    return sum(held.values())
+    return sum(storage.nbytes() for storage in held.values())

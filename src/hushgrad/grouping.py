@@ -25,7 +25,8 @@ class Groups:
         members: list[list[Tensor]] = [[] for _ in self.names]
         for name, square in sq_norms.items():
             members[self.of[name]].append(square)
-        return torch.stack([torch.stack(group).sum(0) for group in members], 1).sqrt()
+        # One after the other: `sum` changes its order, and a record's bits, with the batch.
+        return torch.stack([torch.stack(group).cumsum(0)[-1] for group in members], 1).sqrt()
 
     def spread(self, weights: Float[Tensor, "batch group"]) -> dict[str, Float[Tensor, " batch"]]:
         """Give every parameter its group's weights."""
@@ -52,11 +53,14 @@ def per_layer(names: Sequence[str]) -> Groups:
     >>> per_layer(["conv.weight", "conv.bias", "fc.weight"]).names
     ('conv', 'fc')
     """
-    return _by_label(names, [name.rpartition(".")[0] or name for name in names])
+    layers = {name: name.rpartition(".")[0] or name for name in names}
+    return _partition(layers, tuple(dict.fromkeys(layers.values())))
 
 
 def blocks(patterns: Mapping[str, str | Sequence[str]]) -> Grouping:
-    """Groups by shell patterns, the first that matches; every parameter must match one.
+    """Groups by shell patterns, the first that matches, in the order in which they are written.
+
+    Every parameter must match a pattern, and every pattern a parameter.
 
     >>> blocks({"trunk": "conv*", "head": ["fc.*"]})(["conv.weight", "fc.bias"]).names
     ('trunk', 'head')
@@ -73,12 +77,17 @@ def blocks(patterns: Mapping[str, str | Sequence[str]]) -> Grouping:
                 f"{sorted(globs)}; add a group with the pattern '*' at the end"
             )
 
-        return _by_label(names, [label_of(name) for name in names])
+        found = {name: label_of(name) for name in names}
+        idle = [label for label in globs if label not in found.values()]
+        if idle:
+            raise ValueError(
+                f"expected a parameter for every pattern, got none for {', '.join(idle)} "
+                f"({', '.join(globs[idle[0]])}); see dict(model.named_parameters()) for the names"
+            )
+        return _partition(found, tuple(globs))
 
     return group
 
 
-def _by_label(names: Sequence[str], labels: Sequence[str]) -> Groups:
-    order = tuple(dict.fromkeys(labels))
-    index = {label: i for i, label in enumerate(order)}
-    return Groups(order, {name: index[label] for name, label in zip(names, labels, strict=True)})
+def _partition(label_of: Mapping[str, str], labels: tuple[str, ...]) -> Groups:
+    return Groups(labels, {name: labels.index(label) for name, label in label_of.items()})

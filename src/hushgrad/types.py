@@ -21,7 +21,7 @@ Loss = Callable[[Any], Tensor]
 
 
 class Refused(ValueError):
-    """Raised before anything is released, when a guarantee could not be kept."""
+    """Raised before anything is released, when no guarantee could be kept."""
 
 
 class NotCovered(Refused):

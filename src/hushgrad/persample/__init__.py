@@ -13,8 +13,8 @@ from hushgrad.persample.cache import Cache, fingerprint
 from hushgrad.persample.certify import Certificate, certify, extend, retest
 from hushgrad.persample.forms import Form, auto, dense, loop, traced
 from hushgrad.persample.gradients import Gradients, difference
-from hushgrad.persample.oracle import Subject
 from hushgrad.persample.sites import Unforeseen
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded
 from hushgrad.types import Batch, Loss, Params, Refused
 
@@ -28,6 +28,7 @@ __all__ = [
     "difference",
     "loop",
     "per_sample",
+    "run_certified",
     "traced",
 ]
 
@@ -68,7 +69,7 @@ def per_sample(
             return gradients
     certificate = certify(subject, forms, batch, size)
     _certificates.add(key, certificate, subject)
-    gradients = _run(certificate, subject, batch, size)
+    gradients = run_certified(certificate, subject, batch)
     if gradients is None:
         raise Refused(
             "the sequence of operations on private parameters changes from batch to batch in a way "
@@ -101,16 +102,18 @@ def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -
         extend(certificate, subject, batch, size)
     elif certificate.steps & (certificate.steps - 1) == 0:
         retest(certificate, subject, batch, size)
-    return _run(certificate, subject, batch, size)
+    return run_certified(certificate, subject, batch)
 
 
-def _run(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
+def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
+    subject = replace(subject, free_buffers=certificate.free_buffers)
+    size = records.count(batch)
     padded = records.padded_size(size)
     whole = records.pad(batch, size) if certificate.form is traced else batch
     run = certificate.form.run
     try:
-        with guarded(subject.params, subject.modules, certificate.free_buffers):
-            return run(subject.loss, subject.params, whole, size, padded, certificate.sites)
+        with guarded(subject.params, subject.modules, subject.free_buffers):
+            return run(subject, whole, size, padded, certificate.sites)
     except Unforeseen:
         return None

@@ -13,7 +13,7 @@ import torch
 from hushgrad.persample import records
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.forms import Form
-from hushgrad.persample.oracle import Subject
+from hushgrad.persample.subject import Subject
 from hushgrad.types import Batch
 
 Key = tuple[Hashable, ...]

@@ -23,7 +23,6 @@ from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.oracle import (
     Evidence,
     Oracle,
-    Subject,
     check_losses,
     compare,
     consult,
@@ -33,6 +32,7 @@ from hushgrad.persample.oracle import (
 from hushgrad.persample.probes import distinct_records, probe_sizes
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses, trace
 from hushgrad.persample.watch import Key, guarded, restored, same_bits, written
 from hushgrad.types import Batch, NotCovered, Refused
@@ -96,8 +96,8 @@ def _certify_form(
         return _certify_traced(subject, oracle, largest, evidence)
     size = oracle.count
     try:
-        with WithoutRandomness():
-            gradients = form.run(subject.loss, subject.params, oracle.records, size, size, ())
+        with WithoutRandomness(), subject.rewound():
+            gradients = form.run(subject, oracle.records, size, size, ())
     except Exception as error:  # the plain forward pass worked: another form may do
         raise NotCovered(_reason(error)) from error
     wrong = compare(gradients, oracle, subject, evidence)
@@ -162,7 +162,7 @@ def _sites(
 def _attempt(subject: Subject, batch: Batch, size: int, guide: Probing | Replaying) -> Gradients:
     watched = guarded(subject.params, subject.modules, subject.free_buffers)
     try:
-        with WithoutRandomness(), watched:
+        with subject.rewound(), WithoutRandomness(), watched:
             return trace(subject.loss, subject.params, batch, size, size, guide)
     except (Refused, Ambiguous):
         raise

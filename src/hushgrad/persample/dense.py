@@ -14,14 +14,16 @@ from hushgrad.persample import records
 from hushgrad.persample.calls import map_in
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
-from hushgrad.types import Batch, Loss, Params
+from hushgrad.types import Batch, Params
 
 _CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
 
 
-def dense(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
+def dense(subject: Subject, batch: Batch, size: int) -> Gradients:
     """Per-sample gradients by vectorising the gradient of one record's loss."""
+    params = subject.params
     one_gradient = sum(p.numel() * p.element_size() for p in params.values())
     chunk = max(1, min(size, _CHUNK_BYTES // max(one_gradient, 1)))
     leaves = records.tensors(batch)
@@ -29,8 +31,8 @@ def dense(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
     def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
         parts = iter(record)
         alone = records.map_tensors(lambda _: next(parts).unsqueeze(0), batch)
-        with _standing_in(params, values):
-            value = checked_losses(loss(alone), 1)[0]
+        with _standing_in(params, values), _own_buffers(subject):
+            value = checked_losses(subject.loss(alone), 1)[0]
         return value, value.detach()
 
     gradient = torch.func.grad(one, has_aux=True)
@@ -38,8 +40,27 @@ def dense(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
     each = torch.func.vmap(gradient, in_dims=in_dims, randomness="different", chunk_size=chunk)
     values = {name: p.detach() for name, p in params.items()}
     gradients, losses = each(values, *leaves)
+    if subject.free_buffers:  # the pass wrote copies: move the buffers themselves, once
+        with torch.no_grad():
+            subject.loss(records.cut(batch, 0, 1))
     factors: Factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
     return Gradients(factors, params, losses.detach(), size)
+
+
+@contextmanager
+def _own_buffers(subject: Subject) -> Iterator[None]:
+    """Give the pass copies of the buffers that it may write: vmap lets it write nothing else."""
+    owners = [m for module in subject.modules for m in module.modules()]
+    before = [dict(owner._buffers) for owner in owners if subject.free_buffers]
+    try:
+        for owner, buffers in zip(owners, before, strict=False):
+            for name, b in buffers.items():
+                owner._buffers[name] = None if b is None else b.clone()
+        yield
+    finally:
+        for owner, buffers in zip(owners, before, strict=False):
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,16 +12,22 @@ from hushgrad.numerics import wide
 from hushgrad.persample import records
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import refuse_strangers
 from hushgrad.types import Batch, Loss, Params
 
 
-def loop(loss: Loss, params: Params, batch: Batch, size: int) -> Gradients:
-    """Per-sample gradients, each from a forward and backward pass of its own."""
-    losses, gradients = [], []
+def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
+    """Per-sample gradients, each from a forward and backward pass of its own.
+
+    Only the last pass moves the free buffers: they must not count the records.
+    """
+    params, losses, gradients = subject.params, [], []
     for i in range(size):
-        value, gradient = one_record(loss, params, records.cut(batch, i, i + 1), copies=1)
+        record = records.cut(batch, i, i + 1)
+        with subject.rewound() if i + 1 < size else nullcontext():
+            value, gradient = one_record(subject.loss, params, record, copies=1)
         losses.append(value)
         gradients.append(gradient)
     factors: Factors = {

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hushgrad.persample import records
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
-from hushgrad.persample.watch import Key, guarded
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.persample.watch import guarded
+from hushgrad.types import Batch, Refused
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,6 @@ FINE = {torch.float64: Precision(1e-9, 1e-10), torch.float32: Precision(2e-4, 2e
 COARSE = Precision(0.1, 2.5e-2, floor=0.25, rounding=5e-2)  # anything narrower, at the least
 _BLUR = 4.0  # a pass rounds at every layer, a shift of the parameters but once
 _COARSEST = 0.5
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is to be certified."""
-
-    loss: Loss
-    params: Params
-    modules: tuple[nn.Module, ...]
-    idle: frozenset[str]
-    free_buffers: frozenset[Key] = frozenset()
 
 
 @dataclass
@@ -106,10 +96,12 @@ def consult(subject: Subject, few: Batch) -> Oracle:
 
 
 def _each_alone(subject: Subject, few: Batch) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-    return [
-        one_record(subject.loss, subject.params, records.cut(few, i, i + 1), records.MULTIPLE)
-        for i in range(records.count(few))
-    ]
+    alone = []
+    for i in range(records.count(few)):
+        record = records.cut(few, i, i + 1)
+        with subject.rewound():
+            alone.append(one_record(subject.loss, subject.params, record, records.MULTIPLE))
+    return alone
 
 
 def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
@@ -153,7 +145,7 @@ def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
 
 def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence) -> None:
     """No record's loss may depend on its mates, at any position."""
-    with torch.no_grad(), WithoutRandomness():
+    with torch.no_grad(), WithoutRandomness(), subject.rewound():
         losses = checked_losses(subject.loss(oracle.probe(size)), size).double()
     alone = torch.stack(oracle.losses).double().repeat(-(-size // oracle.count))[:size]
     both_nan = losses.isnan() & alone.isnan()

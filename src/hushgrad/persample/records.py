@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hushgrad.types import Batch
+from hushgrad.types import Batch, Refused
 
 MULTIPLE = 8
 """Batches are padded to a multiple of this many records.
@@ -57,7 +57,7 @@ def count(batch: Batch) -> int:
     shapes = [tuple(x.shape) for x in tensors(batch)]
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(
+        raise Refused(
             "expected a batch of tensors that all have the records in their first dimension, got "
             f"{'shapes ' + str(shapes) if shapes else f'no tensor in a {type(batch).__name__}'}; "
             "move the records to the front and let the loss close over what they share"

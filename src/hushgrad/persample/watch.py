@@ -159,7 +159,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def check_parameters(params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that cannot be private as they are."""
     if not params:
-        raise ValueError(
+        raise Refused(
             "expected at least one private parameter, got none; pass "
             "dict(model.named_parameters()), and freeze what is not to be trained"
         )
@@ -173,9 +173,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
         if not p.requires_grad:
             raise Refused(f"the parameter {name} is frozen; leave it out of params")
         if id(p) in seen:
-            raise ValueError(
-                f"the parameters {seen[id(p)]} and {name} are one tensor; name it once"
-            )
+            raise Refused(f"the parameters {seen[id(p)]} and {name} are one tensor; name it once")
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Refused(
                 f"the parameter {name} has a gradient hook, which would see one record's gradient; "

@@ -1,0 +1,36 @@
+"""What per-sample gradients are taken of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from hushgrad.persample.watch import Key, restored
+from hushgrad.types import Loss, Params
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loss, its private parameters, and the modules whose buffers are watched.
+
+    `idle` names parameters that may be on no path; `free_buffers` are those that a pass may
+    write, because it writes them alike whatever the records are.
+    """
+
+    loss: Loss
+    params: Params
+    modules: tuple[nn.Module, ...]
+    idle: frozenset[str] = frozenset()
+    free_buffers: frozenset[Key] = frozenset()
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Run a pass that leaves the free buffers as they were, so that others start alike."""
+        if not self.free_buffers:
+            yield
+            return
+        with restored({}, self.modules):
+            yield

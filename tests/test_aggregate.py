@@ -10,7 +10,7 @@ from hushgrad import Bounded, Execution, Relation, clipped_sum, fitting_micro_ba
 from hushgrad.aggregate import SUM_SLACK, aggregate
 from hushgrad.clipping import abadi
 from hushgrad.grouping import per_layer
-from hushgrad.persample import loop, per_sample
+from hushgrad.persample import Form, dense, loop, per_sample, traced
 from hushgrad.types import Loss
 
 
@@ -119,6 +119,35 @@ def test_an_empty_batch_gives_zeros_under_the_same_bound(micro_batch: int | None
         "bias": (2,),
     }
     assert all(not x.any() for x in bounded.sum.values())
+
+
+class Ticking(nn.Linear):
+    """Counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("form", [traced, dense, loop], ids=str)
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_a_buffer_that_counts_passes_does_not_count_records(
+    form: Form, micro_batch: int | None
+) -> None:
+    model = Ticking()
+    for step, size in enumerate((3, 20, 9, 1)):
+        clipped_sum(
+            lambda x: model(x).square().sum(1),
+            dict(model.named_parameters()),
+            torch.randn(size, 3),
+            modules=(model,),
+            execution=Execution(form, micro_batch),
+        )
+        assert int(model.passes) == step + 1
 
 
 def test_empty_gradients_add_up_as_others_do() -> None:

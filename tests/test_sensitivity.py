@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hushgrad import Execution, Relation, clipped_sum
 from hushgrad.clipping import abadi, automatic, custom, discard, normalize, reparameterized
 from hushgrad.grouping import blocks, per_layer, per_parameter, whole
-from hushgrad.persample import dense, loop, per_sample, traced
+from hushgrad.persample import Form, dense, loop, per_sample, traced
 from hushgrad.types import Bounded
 
 RULES = [
@@ -144,8 +144,9 @@ def test_rounding_of_the_sum_stays_far_below_its_slack(capsys) -> None:
     assert worst <= 1e-4  # a tenth of aggregate.SUM_SLACK
 
 
+@pytest.mark.parametrize("form", FORMS, ids=repr)
 @pytest.mark.parametrize("size", [1, 3, 8, 9, 17, 40])
-def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int) -> None:
+def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int, form: Form) -> None:
     """Norm and contribution of one record, under removal, replacement and shift of its mates."""
     own = records(1, seed=5)
     reference = None
@@ -154,7 +155,7 @@ def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int) -> None:
             batch = records(size, seed)
             for name, x in own.items():
                 batch[name][place] = x[0]
-            gradients = per_sample(loss, PARAMS, batch, form=traced, modules=(MODEL,))
+            gradients = per_sample(loss, PARAMS, batch, form=form, modules=(MODEL,))
             chosen = torch.zeros(size, dtype=torch.float64)
             chosen[place] = 1
             bits = {name: s[place] for name, s in gradients.sq_norms().items()}
@@ -165,6 +166,6 @@ def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int) -> None:
             reference = reference or bits
             for name, value in bits.items():
                 assert torch.equal(value, reference[name]), (name, seed, place)
-    alone = per_sample(loss, PARAMS, own, form=traced, modules=(MODEL,)).sq_norms()
+    alone = per_sample(loss, PARAMS, own, form=form, modules=(MODEL,)).sq_norms()
     for name, value in alone.items():
         assert torch.equal(value[0], reference[name]), name

@@ -29,12 +29,18 @@ class Execution:
                 "batch in one piece"
             )
 
-    def parts(self, batch: Batch) -> Iterator[Batch]:
-        """The micro-batches of a batch; an empty batch is one empty part."""
+    def parts(self, batch: Batch, modules: Sequence[nn.Module] = ()) -> Iterator[Batch]:
+        """The micro-batches of a batch; an empty batch is one empty part.
+
+        While the caller works on any but the first, the modules' buffers are held: a buffer that
+        counts passes would otherwise tell how many records there were.
+        """
         size = count(batch)
         step = self.micro_batch or max(size, 1)
-        for start in range(0, max(size, 1), step):
-            yield cut(batch, start, min(start + step, size))
+        yield cut(batch, 0, min(step, size))
+        for start in range(step, size, step):
+            with restored({}, modules):
+                yield cut(batch, start, min(start + step, size))
 
 
 def fitting_micro_batch(

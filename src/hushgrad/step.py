@@ -34,7 +34,7 @@ def clipped_sum(
     """
     partition = groups(tuple(params))
     total: Bounded | None = None
-    for part in execution.parts(batch):
+    for part in execution.parts(batch, modules):
         gradients = per_sample(loss, params, part, form=execution.form, modules=modules)
         norms = partition.norms(gradients.sq_norms())
         weights = partition.spread(clip.weights(norms))

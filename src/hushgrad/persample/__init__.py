@@ -110,7 +110,7 @@ def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> G
     subject = replace(subject, free_buffers=certificate.free_buffers)
     size = records.count(batch)
     padded = records.padded_size(size)
-    whole = records.pad(batch, size) if certificate.form is traced else batch
+    whole = records.pad(batch, size)
     run = certificate.form.run
     try:
         with guarded(subject.params, subject.modules, subject.free_buffers):

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
     return (
         tuple((name, id(p), p.dtype, tuple(p.shape)) for name, p in subject.params.items()),
         tuple(child.training for module in subject.modules for child in module.modules()),
-        _identity(subject.loss),
+        tuple(map(_value, _held(subject.loss))),
         forms,
         subject.idle,
         records.shapes(batch),
@@ -70,28 +71,36 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
     )
 
 
-def _identity(loss: Any) -> Hashable:
-    """The loss's code and everything it closes over, by value or identity."""
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return (code, *map(_value, _held(loss)))
-
-
-def _held(loss: Any) -> list[Any]:
-    """What a callable refers to beside its code: closure, defaults, bound object, parts."""
+def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
+    """A callable's code and what it refers to: closure, defaults, globals, bound object, parts."""
+    if id(loss) in seen:
+        return []
+    seen |= {id(loss)}
     if isinstance(loss, functools.partial):
-        return [*_held(loss.func), *loss.args, *loss.keywords.values()]
+        return [*_held(loss.func, seen), *loss.args, *loss.keywords.values()]
     function = getattr(loss, "__func__", loss)
-    if not hasattr(function, "__code__"):
+    code = getattr(function, "__code__", None)
+    if code is None:
         return [loss]  # a module, or another object that can be called
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = [_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    known = function.__globals__
+    names = [known[name] for name in code.co_names if name in known]
     bound = [loss.__self__] if function is not loss else []
-    inner = [held for x in cells if hasattr(x, "__code__") for held in _held(x)]
-    return [*bound, *cells, *defaults, *inner]
+    inner = [held for x in cells if isinstance(x, FunctionType) for held in _held(x, seen)]
+    plain = [x for x in (*cells, *defaults, *names) if not isinstance(x, FunctionType)]
+    return [code, *bound, *plain, *inner]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 def _value(x: Any) -> Hashable:
-    if isinstance(x, bool | int | float | str | bytes | type(None)):
+    """A number that varies from step to step (an annealed weight) is no reason to start anew."""
+    if isinstance(x, bool | int | str | bytes | CodeType | type(None)):
         return (type(x), x)
-    return x.__code__ if hasattr(x, "__code__") else id(x)
+    return float if isinstance(x, float) else id(x)

@@ -21,11 +21,9 @@ from hushgrad.types import Batch, Params
 _CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
 
 
-def dense(subject: Subject, batch: Batch, size: int) -> Gradients:
+def dense(subject: Subject, batch: Batch, size: int, padded: int) -> Gradients:
     """Per-sample gradients by vectorising the gradient of one record's loss."""
     params = subject.params
-    one_gradient = sum(p.numel() * p.element_size() for p in params.values())
-    chunk = max(1, min(size, _CHUNK_BYTES // max(one_gradient, 1)))
     leaves = records.tensors(batch)
 
     def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,15 +34,25 @@ def dense(subject: Subject, batch: Batch, size: int) -> Gradients:
         return value, value.detach()
 
     gradient = torch.func.grad(one, has_aux=True)
-    in_dims = (None, *[0] * len(leaves))
-    each = torch.func.vmap(gradient, in_dims=in_dims, randomness="different", chunk_size=chunk)
+    each = torch.func.vmap(
+        gradient,
+        in_dims=(None, *[0] * len(leaves)),
+        randomness="different",
+        chunk_size=_chunk(params),
+    )
     values = {name: p.detach() for name, p in params.items()}
     gradients, losses = each(values, *leaves)
     if subject.free_buffers:  # the pass wrote copies: move the buffers themselves, once
         with torch.no_grad():
             subject.loss(records.cut(batch, 0, 1))
     factors: Factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
-    return Gradients(factors, params, losses.detach(), size)
+    return Gradients(factors, params, losses.detach()[:size], padded)
+
+
+def _chunk(params: Params) -> int:
+    """How many records to work on at once: a power of two, so that padded batches divide alike."""
+    one_gradient = sum(p.numel() * p.element_size() for p in params.values())
+    return 1 << max(_CHUNK_BYTES // max(one_gradient, 1), 1).bit_length() - 1
 
 
 @contextmanager

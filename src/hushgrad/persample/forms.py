@@ -18,7 +18,10 @@ Run = Callable[[Subject, Batch, int, int, tuple[Site, ...]], Gradients]
 
 @dataclass(frozen=True)
 class Form:
-    """A way to per-sample gradients: `run(subject, batch, size, padded, sites)`."""
+    """A way to per-sample gradients: `run(subject, batch, size, padded, sites)`.
+
+    Of the `padded` records in `batch`, those after the first `size` are copies without weight.
+    """
 
     name: str
     run: Run
@@ -36,7 +39,7 @@ def _run_traced(
 traced = Form("traced", _run_traced)
 """One forward and one backward pass; gradients stay in factored form."""
 
-dense = Form("dense", lambda subject, batch, size, *_: _dense(subject, batch, size))
+dense = Form("dense", lambda subject, batch, size, padded, _: _dense(subject, batch, size, padded))
 """`torch.func.vmap(grad)`: any model that is a pure function of one record."""
 
 loop = Form("loop", lambda subject, batch, size, *_: _loop(subject, batch, size))

@@ -24,7 +24,7 @@ def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
     Only the last pass moves the free buffers: they must not count the records.
     """
     params, losses, gradients = subject.params, [], []
-    for i in range(size):
+    for i in range(size):  # each alone: padding would change nothing
         record = records.cut(batch, i, i + 1)
         with subject.rewound() if i + 1 < size else nullcontext():
             value, gradient = one_record(subject.loss, params, record, copies=1)

@@ -98,7 +98,8 @@ class Tape:
         self.params, self.batch = params, batch
         self._guide, self._rules = guide, rules
         self._name_of = {id(p): name for name, p in params.items()}
-        self.token = torch.zeros((), requires_grad=True)
+        device = next(iter(params.values())).device
+        self.token = torch.zeros((), device=device, requires_grad=True)
         self._calls = 0
         self.factors: dict[str, dict[Key, Factor]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
@@ -146,9 +147,9 @@ class Tape:
     ) -> Tensor:
         args, kwargs = call.arguments
         saves = self._rules.on_records(call, name, args, kwargs)
-        before = torch.get_rng_state() if call.runs_again else None
+        before = _random_state(self.token.device) if call.runs_again else None
         y = call.function(*self._plain(args), **self._plain(kwargs))
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
+        if before is not None and not torch.equal(before, _random_state(self.token.device)):
             raise NotCovered(f"no rule for {name}, which draws random numbers; {_REMEDY}")
         if not isinstance(y, Tensor):
             raise NotCovered(f"{name} on {', '.join(names)} returns several tensors; {_REMEDY}")
@@ -341,6 +342,13 @@ def _intercept(
 ) -> Any:
     with _PLAIN_TORCH():
         return cls.tape.call(function, args, kwargs or {})
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _wide_float(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hushgrad.persample.forms import Form, auto, dense, loop, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
-from hushgrad.persample.watch import check_optimizer, check_parameters, guarded
+from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
 from hushgrad.types import Batch, Loss, Params, Refused
 
 __all__ = [
@@ -96,13 +96,19 @@ def certificate_for(
 
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
-    certificate.steps += 1
+    step = certificate.steps + 1
     subject = replace(subject, free_buffers=certificate.free_buffers)
-    if records.padded_size(size) > certificate.largest:
-        extend(certificate, subject, batch, size)
-    elif certificate.steps & (certificate.steps - 1) == 0:
-        retest(certificate, subject, batch, size)
-    return run_certified(certificate, subject, batch)
+    try:
+        if records.padded_size(size) > certificate.largest:
+            extend(certificate, subject, batch, size)
+        elif step & (step - 1) == 0:
+            retest(certificate, subject, batch, size)
+    except Unforeseen:
+        return None
+    gradients = run_certified(certificate, subject, batch)
+    if gradients is not None:
+        certificate.steps = step
+    return gradients
 
 
 def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
@@ -113,7 +119,10 @@ def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> G
     whole = records.pad(batch, size)
     run = certificate.form.run
     try:
-        with guarded(subject.params, subject.modules, subject.free_buffers):
+        with (
+            undone_if_it_fails(subject.modules if subject.free_buffers else ()),
+            guarded(subject.params, subject.modules, subject.free_buffers),
+        ):
             return run(subject, whole, size, padded, certificate.sites)
     except Unforeseen:
         return None

@@ -10,6 +10,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hushgrad.persample import records
 from hushgrad.persample.certify import Certificate
@@ -62,13 +63,18 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
         tuple((name, id(p), p.dtype, tuple(p.shape)) for name, p in subject.params.items()),
-        tuple(child.training for module in subject.modules for child in module.modules()),
+        tuple(_switches(child) for module in subject.modules for child in module.modules()),
         tuple(map(_value, _held(subject.loss))),
         forms,
         subject.idle,
         records.shapes(batch),
         autocast,
     )
+
+
+def _switches(module: nn.Module) -> tuple[bool, ...]:
+    """`training`, `batch_first` and their like: shapes alone do not tell what they change."""
+    return tuple(x for x in vars(module).values() if x is True or x is False)
 
 
 def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:

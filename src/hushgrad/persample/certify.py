@@ -8,6 +8,7 @@ on its mates, that nothing is written or trained out of sight, and that norms an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -56,7 +57,10 @@ def _comparable(subject: Subject, general: bool) -> Iterator[dict[Key, Tensor]]:
     """Put everything back after the passes inside; yields what they wrote."""
     position = in_general_position(subject.params) if general else nullcontext()
     watched = restored(subject.params, subject.modules)
-    with torch.random.fork_rng(), position, watched as changed:
+    quiet = warnings.catch_warnings()
+    with torch.random.fork_rng(), position, watched as changed, quiet:
+        # Reentrant checkpointing says so of every pass that is made without gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         yield changed
 
 
@@ -83,6 +87,8 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
                 sites = _certify_form(form, subject, oracle, largest, evidence)
             except NotCovered as refusal:
                 why_not[form.name] = str(refusal)
+            except Unforeseen as call:
+                why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
             else:
                 return Certificate(form, sites, subject.free_buffers, largest, evidence, why_not)
     reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
@@ -164,10 +170,8 @@ def _attempt(subject: Subject, batch: Batch, size: int, guide: Probing | Replayi
     try:
         with subject.rewound(), WithoutRandomness(), watched:
             return trace(subject.loss, subject.params, batch, size, size, guide)
-    except (Refused, Ambiguous):
+    except (Refused, Ambiguous, Unforeseen):
         raise
-    except Unforeseen as call:
-        raise NotCovered(f"the sequence of operations changes with the batch: {call}") from call
     except Exception as error:  # the plain forward pass worked: the fault is the form's
         raise NotCovered(_reason(error)) from error
 

@@ -61,6 +61,13 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     return x * scale, torch.ones_like(x, dtype=torch.bool)
 
 
+def _rrelu(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+) -> Tensor:
+    noise.copy_(torch.where(x <= 0, (lower + upper) / 2, 1.0))
+    return x * noise
+
+
 _aten = torch.ops.aten
 _MEANS: dict[Any, Callable[..., Any]] = {
     _aten.bernoulli_: lambda x, p=0.5: x.copy_(p) if isinstance(p, Tensor) else x.fill_(p),
@@ -73,6 +80,7 @@ _MEANS: dict[Any, Callable[..., Any]] = {
     _aten.rand_like: _like(0.5),
     _aten.randn_like: _like(0.0),
     _aten.native_dropout: _dropout,
+    _aten.rrelu_with_noise: _rrelu,
 }
 
 

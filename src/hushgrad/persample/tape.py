@@ -57,8 +57,9 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        ctx.record(gradient, *ctx.saved_tensors)
-        return (gradient, *[None] * (2 + len(ctx.saved_tensors)))
+        kept = ctx.saved_tensors  # checkpointing lets them be read once
+        ctx.record(gradient, *kept)
+        return (gradient, *[None] * (2 + len(kept)))
 
 
 @dataclass

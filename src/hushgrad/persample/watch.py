@@ -143,6 +143,25 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
                 data.copy_(value)
 
 
+@contextmanager
+def undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give back random states and buffers if the block raises: another way is tried after it."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    cpu, others = torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
+    owners = [m for module in modules for m in module.modules()]
+    before = [(m, k, b, b.clone()) for m in owners for k, b in m.named_buffers(recurse=False)]
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(cpu)
+        for i, state in zip(devices, others, strict=True):
+            torch.cuda.set_rng_state(state, i)
+        for owner, name, b, value in before:
+            owner._buffers[name] = b
+            b.data.copy_(value)
+        raise
+
+
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Are two tensors equal, nan included?"""
     if x.shape != y.shape or x.dtype != y.dtype:

@@ -22,7 +22,7 @@ from benchmarks.libraries import LIBRARIES
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
-TOLERANCE = 1e-3
+TOLERANCE = 0.01  # hushgrad's norms are upper bounds, at most 1 % above their estimate
 TIMEOUT_SECONDS = 1800
 # Waiting threads that spin take the core from the working one once anything else runs: on two
 # busy cores the plain step of the MLP then took 0.22 s in place of 0.05 s.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from torch import nn
@@ -61,19 +62,23 @@ class Diagnosis:
         return f"not certified: {failed}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
-        table = Table(title=f"Per-sample gradients: {self.form}", title_justify="left")
-        for heading in ("parameter", "shape", "operations", "held as", "batch at"):
-            table.add_column(heading, overflow="fold")
-        table.add_column("flops/record", justify="right")
-        table.add_column("bytes/record", justify="right")
+        title = f"Per-sample gradients: {self.form} (flops and bytes are those of one record)"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("parameter", "shape", "operations", "held as", "batch"):
+            folds = heading in ("parameter", "operations")
+            table.add_column(heading, overflow="fold", no_wrap=not folds)
+        table.add_column("flops", justify="right", no_wrap=True)
+        table.add_column("bytes", justify="right", no_wrap=True)
         for row in self.rows:
-            shape = "x".join(map(str, row.shape)) or "scalar"
+            shape = "×".join(map(str, row.shape)) or "scalar"
             amounts = (_amount(row.flops), _amount(row.bytes))
             table.add_row(row.name, shape, row.operations, row.form, row.batch_position, *amounts)
         yield table
         for form, reason in self.why_not.items():
             yield f"Not {form}: {reason}"
-        proof = Table(title="Proof on probes", title_justify="left")
+        proof = Table(
+            title="Proof on probes", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        )
         for heading in ("claim", "found", ""):
             proof.add_column(heading)
         for check in self.checks:

@@ -63,7 +63,7 @@ class Diagnosis:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | str]:
         title = f"Per-sample gradients: {self.form} (flops and bytes are those of one record)"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = _table(title)
         for heading in ("parameter", "shape", "operations", "held as", "batch"):
             folds = heading in ("parameter", "operations")
             table.add_column(heading, overflow="fold", no_wrap=not folds)
@@ -76,9 +76,7 @@ class Diagnosis:
         yield table
         for form, reason in self.why_not.items():
             yield f"Not {form}: {reason}"
-        proof = Table(
-            title="Proof on probes", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-        )
+        proof = _table("Proof on probes")
         for heading in ("claim", "found", ""):
             proof.add_column(heading)
         for check in self.checks:
@@ -86,6 +84,10 @@ class Diagnosis:
             proof.add_row(check.claim, check.found, mark)
         yield proof
         yield f"[bold]{self.verdict}[/bold]"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def doctor(
@@ -108,7 +110,8 @@ def _row(name: str, params: Params, certificate: Certificate, gradients: Gradien
     shape = tuple(params[name].shape)
     sites = [site for site in certificate.sites if name in site.parameters]
     layouts = [place.layout for site in sites for place in site.outputs]
-    operations = ", ".join(dict.fromkeys(site.operation for site in sites)) or "–"
+    spelled = (site.operation.removeprefix("get ").strip("_") for site in sites)
+    operations = ", ".join(dict.fromkeys(spelled)) or "–"
     positions = ", ".join(dict.fromkeys(str(at) for at in layouts if at)) or "–"
     held = gradients.settled[name].form if name in gradients.settled else "idle"
     if certificate.form is not traced:

@@ -126,3 +126,16 @@ def test_a_certificate_does_not_outlive_its_parameters() -> None:
             per_sample(loss, params, torch.randn(8, 3))
         del layer, loss, params
         gc.collect()
+
+
+def test_the_form_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(3, 5)
+    params = dict(layer.named_parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        h = layer(x)
+        return h.square().sum(1)
+
+    with caplog.at_level("INFO", logger="hushgrad"):
+        assert per_sample(loss, params, torch.randn(8, 3)).form == "traced"
+    assert caplog.messages == ["certified the form traced for 2 parameters"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _certificates = Cache()
+_log = logging.getLogger(__name__)
 
 
 def per_sample(
@@ -51,8 +53,8 @@ def per_sample(
 
     Guarantees: the form was certified for this loss, these parameters and shapes; a record's
     gradient depends on no other record, to the extent that probes can tell; the norms are upper
-    bounds. Raises `Refused` otherwise. An empty batch gives an empty result without calling
-    `loss`.
+    bounds. Raises `Refused` otherwise. The result's `form` says which of several was taken. An
+    empty batch gives an empty result without calling `loss`.
     """
     check_parameters(params)
     size = records.count(batch)
@@ -69,6 +71,9 @@ def per_sample(
             return gradients
     certificate = certify(subject, forms, batch, size)
     _certificates.add(key, certificate, subject)
+    _log.info("certified the form %s for %d parameters", certificate.form, len(params))
+    for name, reason in certificate.why_not.items():
+        _log.info("not %s: %s", name, reason)
     gradients = run_certified(certificate, subject, batch)
     if gradients is None:
         raise Refused(
@@ -123,6 +128,8 @@ def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> G
             undone_if_it_fails(subject.modules if subject.free_buffers else ()),
             guarded(subject.params, subject.modules, subject.free_buffers),
         ):
-            return run(subject, whole, size, padded, certificate.sites)
+            gradients = run(subject, whole, size, padded, certificate.sites)
+            gradients.form = certificate.form.name
+            return gradients
     except Unforeseen:
         return None

@@ -30,6 +30,7 @@ class Gradients:
     ) -> None:
         self.factors, self._params = factors, params
         self._losses, self._padded = losses, padded
+        self.form = ""  # the form that they were taken in, where there is one
 
     @property
     def losses(self) -> Float[Tensor, " batch"]:

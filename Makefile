@@ -12,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.dev ## show which form of per-sample gradient two small models get
-	$(BIN)/hushgrad doctor hushgrad.demo:mlp
+	$(BIN)/hushgrad doctor hushgrad.demo:cnn
 	$(BIN)/hushgrad doctor hushgrad.demo:transformer
 
 # One thread per worker: two workers with two threads each would fight over two cores.

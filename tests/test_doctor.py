@@ -20,7 +20,7 @@ from hushgrad import Refused, demo
 from hushgrad.cli import app
 from hushgrad.persample import dense, loop
 
-DEMOS: dict[str, Callable[[], Any]] = {"mlp": demo.mlp, "transformer": demo.transformer}
+DEMOS: dict[str, Callable[[], Any]] = {"cnn": demo.cnn, "transformer": demo.transformer}
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -56,7 +56,7 @@ def test_operations_and_positions_are_named() -> None:
 
 @pytest.mark.parametrize("form", [dense, loop], ids=str)
 def test_another_form_can_be_examined(form: Any) -> None:
-    model, loss, batch = demo.mlp()
+    model, loss, batch = demo.cnn()
     diagnosis = hushgrad.doctor(model, loss, (batch[0][:6], batch[1][:6]), form=form)
     assert diagnosis.healthy
     assert diagnosis.form == form.name
@@ -86,7 +86,7 @@ def test_a_form_that_was_passed_over_is_explained() -> None:
 
 
 def test_the_model_stays_as_it_was() -> None:
-    model, loss, batch = demo.mlp()
+    model, loss, batch = demo.cnn()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     hushgrad.doctor(model, loss, batch)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -156,10 +156,10 @@ def test_a_certified_model_exits_with_0(name: str) -> None:
 
 
 def test_json_has_rows_and_verdict() -> None:
-    result = run("hushgrad.demo:mlp", "--json")
+    result = run("hushgrad.demo:cnn", "--json")
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
-    model = demo.mlp()[0]
+    model = demo.cnn()[0]
     assert [row["name"] for row in facts["rows"]] == [n for n, _ in model.named_parameters()]
     assert all(row["flops"] > 0 and row["bytes"] > 0 for row in facts["rows"])
     assert facts["healthy"] is True
@@ -202,10 +202,10 @@ def test_a_subject_that_makes_no_sense_exits_with_1_and_its_message(
 def test_a_bad_function_exits_with_2(target: str, suffix: str) -> None:
     result = run(target + suffix)
     assert result.exit_code == 2
-    assert "hushgrad.demo:mlp" in result.output.replace("\n", "")
+    assert "hushgrad.demo:cnn" in result.output.replace("\n", "")
 
 
-@pytest.mark.parametrize("bad", ["no_such_module_anywhere:f", "mlp", ""])
+@pytest.mark.parametrize("bad", ["no_such_module_anywhere:f", "cnn", ""])
 def test_a_bad_module_exits_with_2(bad: str) -> None:
     result = run(bad)
     assert result.exit_code == 2

@@ -85,7 +85,7 @@ def test_a_rule_that_counts_nan_is_named() -> None:
 
 
 @pytest.mark.parametrize("form", [traced, dense, loop], ids=str)
-@pytest.mark.parametrize("model", [demo.mlp, demo.transformer])
+@pytest.mark.parametrize("model", [demo.cnn, demo.transformer])
 def test_the_own_forms_pass(form: Form, model: Callable[[], Any]) -> None:
     module, loss, batch = model()
     params = dict(module.named_parameters())

@@ -64,7 +64,7 @@ def _load(target: str) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
-            f"batch, got {target!r} ({error}); try hushgrad.demo:mlp"
+            f"batch, got {target!r} ({error}); try hushgrad.demo:cnn"
         )
         raise typer.BadParameter(message) from error
     finally:

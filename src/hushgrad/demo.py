@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hushgrad.types import Batch, Loss
 
 
-def mlp() -> tuple[nn.Module, Loss, Batch]:
+def cnn() -> tuple[nn.Module, Loss, Batch]:
     """A small image classifier: a convolution, group norm, and two linear layers."""
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -99,6 +99,30 @@ def test_parts_cover_the_batch_in_order(
     assert torch.equal(torch.cat([part["y"] for part in parts]), batch["y"])
 
 
+def test_a_large_batch_is_cut_where_rounding_would_grow() -> None:
+    sizes = [len(part) for part in Execution().parts(torch.zeros(2500, 1))]
+    assert sizes == [1024, 1024, 452]
+    assert [len(part) for part in Execution(micro_batch=4096).parts(torch.zeros(1500, 1))] == [
+        1024,
+        476,
+    ]
+
+
+def test_too_many_records_in_one_sum_are_named() -> None:
+    layer = nn.Linear(1, 1)
+    params = dict(layer.named_parameters())
+    gradients = per_sample(lambda x: layer(x).sum(1), params, torch.randn(1025, 1))
+    weights = dict.fromkeys(params, torch.zeros(1025, dtype=torch.float64))
+    with pytest.raises(ValueError, match="at most 1024 records in one sum, got 1025.*micro-batch"):
+        aggregate(gradients, weights, bound=1.0)
+
+
+def test_sums_of_micro_batches_are_added_in_float64() -> None:
+    """In float32 a hundredth of a record would vanish beside ten million."""
+    large, small = Bounded({"w": torch.tensor([2.0**24])}, 1.0), Bounded({"w": torch.ones(1)}, 1.0)
+    assert (large + small).sum["w"].item() == 2.0**24 + 1
+
+
 @pytest.mark.parametrize("micro_batch", [None, 4])
 def test_an_empty_batch_gives_zeros_under_the_same_bound(micro_batch: int | None) -> None:
     layer = nn.Linear(3, 2)

@@ -10,15 +10,25 @@ from torch import Tensor
 from hushgrad.types import Bounded, PerSample
 
 SUM_SLACK = 1e-3
-"""Rounding in a float32 sum over records moves one record's share by less than this part of it.
+"""Rounding in the sum over records moves one record's share by less than this part of its bound.
 
-A constant, so that it tells nothing of the batch; `tests/test_sensitivity.py` prints the worst
-excess that was measured.
+A constant, so that it tells nothing of the batch. It is measured, not proved: rounding grows with
+the records that one float32 sum adds up, so there are at most `LARGEST_SUM` of them, and several
+sums are added in float64. `tests/test_sensitivity.py` prints what was measured.
 """
+
+LARGEST_SUM = 1024
+"""The most records that are added up in float32."""
 
 
 def aggregate(
     gradients: PerSample, weights: Mapping[str, Float[Tensor, " batch"]], *, bound: float
 ) -> Bounded:
     """Sum the weighted gradients; `bound` is what the weights' rule promised for one record."""
+    records = len(gradients.losses)
+    if records > LARGEST_SUM:
+        raise ValueError(
+            f"expected at most {LARGEST_SUM} records in one sum, got {records}, which would round "
+            "too much; cut the batch into micro-batches and add up their sums"
+        )
     return Bounded(gradients.weighted_sum(weights), bound * (1 + SUM_SLACK))

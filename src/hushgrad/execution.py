@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hushgrad.aggregate import LARGEST_SUM
 from hushgrad.persample import Form, auto, certificate_for, run_certified
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
@@ -17,7 +18,10 @@ from hushgrad.types import Batch, Loss, Params
 
 @dataclass(frozen=True)
 class Execution:
-    """The form of per-sample gradients, and how many records are worked on at once."""
+    """The form of per-sample gradients, and how many records are worked on at once.
+
+    Without `micro_batch` a batch is taken in one piece, or in pieces of 1024 if it is larger.
+    """
 
     form: Form | Sequence[Form] = auto
     micro_batch: int | None = None
@@ -36,7 +40,7 @@ class Execution:
         counts passes would otherwise tell how many records there were.
         """
         size = count(batch)
-        step = self.micro_batch or max(size, 1)
+        step = min(self.micro_batch or max(size, 1), LARGEST_SUM)
         yield cut(batch, 0, min(step, size))
         for start in range(step, size, step):
             with restored({}, modules):

@@ -78,10 +78,11 @@ class Bounded:
         return 2 * self.l2 if relation is Relation.REPLACE_ONE else self.l2
 
     def __add__(self, other: Bounded) -> Bounded:
-        """Add the sum of another micro-batch; each record is in one of the two."""
+        """Add the sum of another micro-batch, in float64; each record is in one of the two."""
         if self.l2 != other.l2 or self.sum.keys() != other.sum.keys():
             raise ValueError(
                 f"expected two sums with one bound and the same parameters, got l2 {self.l2} and "
                 f"{other.l2}; clip every micro-batch of a step by the same rule and groups"
             )
-        return Bounded({name: self.sum[name] + other.sum[name] for name in self.sum}, self.l2)
+        sums = {name: self.sum[name].double() + other.sum[name] for name in self.sum}
+        return Bounded(sums, self.l2)

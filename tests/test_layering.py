@@ -10,7 +10,11 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 # What each top-level module may import from the package, besides itself. Every module has a place
 # here: a new stage in STAGES, anything that puts stages together in COMPOSERS.
-GROUND = {"numerics": frozenset(), "types": frozenset({"numerics"})}
+GROUND = {
+    "numerics": frozenset(),
+    "rng": frozenset(),
+    "types": frozenset({"numerics", "rng"}),
+}
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "aggregate", "noise", "comm"}
 )

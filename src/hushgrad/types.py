@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from dp_accounting import DpEvent
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -63,11 +64,14 @@ class PerSample(Protocol):
 class Bounded:
     """A sum over records in which no record moves more than `l2` in Euclidean norm.
 
-    `l2` is the clipping bound R times (1 + s), with s a constant that covers rounding.
+    `l2` is the clipping bound R times (1 + s), with s a constant that covers rounding; `l1` bounds
+    the sum of absolute values too, where one is known. A `Bounded` is private: it must not leave
+    the process.
     """
 
     sum: dict[str, Tensor]
     l2: float
+    l1: float | None = None
 
     def sensitivity(self, relation: Relation) -> float:
         """Return how far apart the sums over two neighbouring batches can be.
@@ -79,10 +83,23 @@ class Bounded:
 
     def __add__(self, other: Bounded) -> Bounded:
         """Add the sum of another micro-batch, in float64; each record is in one of the two."""
-        if self.l2 != other.l2 or self.sum.keys() != other.sum.keys():
+        if (self.l2, self.l1) != (other.l2, other.l1) or self.sum.keys() != other.sum.keys():
             raise ValueError(
                 f"expected two sums with one bound and the same parameters, got l2 {self.l2} and "
                 f"{other.l2}; clip every micro-batch of a step by the same rule and groups"
             )
         sums = {name: self.sum[name].double() + other.sum[name] for name in self.sum}
-        return Bounded(sums, self.l2)
+        return Bounded(sums, self.l2, self.l1)
+
+
+@dataclass(frozen=True)
+class Released:
+    """A sum with its noise: what may reach an optimizer, a log or a file.
+
+    `event` is what made it, for the accountant; `digest` tells a replay of the same release, which
+    costs nothing, from another one.
+    """
+
+    values: dict[str, Tensor]
+    event: DpEvent
+    digest: bytes

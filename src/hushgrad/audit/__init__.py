@@ -1,0 +1,1 @@
+"""Empirical attacks: what an adversary learns, measured and not argued."""

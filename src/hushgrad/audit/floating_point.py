@@ -1,0 +1,147 @@
+"""Attacks on the bits of Gaussian noise: can a known record be told from one noisy sum?
+
+Each attack sees one release of a sum that is either 0 or a known record of norm 1, and gives a
+score; `auc` is the probability that the score of a sum with the record is the higher one. Float32
+noise as `torch.randn` draws it loses to all of them; an attack that learns nothing scores 0.5.
+
+The attacks know how the noise was made. `torch.randn` fills blocks of 16: entries j and j + 8 are
+`√(−2 log u)·(cos 2πv, sin 2πv)` with u and v of 24 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from hushgrad.noise import gaussian, release, standard_normal
+from hushgrad.rng import Rng
+from hushgrad.types import Bounded
+
+Mechanism = Callable[[Tensor, int], Tensor]
+"""A float32 sum and the number of the trial, to the sum with noise of standard deviation 1."""
+
+_LATTICE = 2.0**24
+_RESOLVED = 2.0**16  # up to this many lattice steps from 0 float32 tells one radius from the next
+
+
+def float32_noise(total: Tensor, trial: int) -> Tensor:
+    """What is commonly done: `sum + torch.randn` in float32."""
+    generator = torch.Generator().manual_seed(trial)
+    return total + torch.randn(total.shape, generator=generator)
+
+
+def float64_noise(total: Tensor, trial: int) -> Tensor:
+    """Half of the cure: noise of 52 bits added in float64, and not rounded to a grid."""
+    return total.double() + standard_normal(len(total), Rng.fixed(trial))
+
+
+def released(total: Tensor, trial: int) -> Tensor:
+    """What hushgrad does."""
+    bounded = Bounded({"sum": total}, l2=1.0)
+    return release(bounded, gaussian(1.0), rng=Rng.fixed(trial), step=0).values["sum"]
+
+
+def known_record(size: int) -> Tensor:
+    """A vector of norm 1 with entries of all sizes, in float32."""
+    entries: Tensor = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    return entries.div_(entries.norm())
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`score(release, record)` is high where the release looks as if it held the record."""
+
+    name: str
+    score: Callable[[Float[ndarray, " n"], Float[ndarray, " n"]], float]
+
+    def auc(self, mechanism: Mechanism, *, trials: int = 40, size: int = 1 << 16) -> float:
+        """How well the score tells releases with the record from releases without it."""
+        record = known_record(size)
+        known = record.double().numpy()
+        with_record, without = (
+            [
+                self.score(mechanism(total, 2 * i + there).double().numpy(), known)
+                for i in range(trials)
+            ]
+            for there, total in ((1, record), (0, torch.zeros(size)))
+        )
+        pairs = np.subtract.outer(with_record, without)
+        return float((pairs > 0).mean() + 0.5 * (pairs == 0).mean())
+
+
+def _pairs(noise: Float[ndarray, " n"]) -> tuple[ndarray, ndarray]:
+    """The two entries of each pair of Box and Muller, in the order in which torch draws them."""
+    blocks = noise.reshape(-1, 2, 8)
+    return blocks[:, 0].ravel(), blocks[:, 1].ravel()
+
+
+def _on_radius_lattice(noise: Float[ndarray, " n"]) -> float:
+    x, y = _pairs(noise)
+    steps = np.exp(-(x**2 + y**2) / 2) * _LATTICE
+    steps = steps[(steps > 0.5) & (steps < _RESOLVED)]
+    return -float(np.abs(steps - np.rint(steps)).mean()) if len(steps) else 0.0
+
+
+def _on_angle_lattice(noise: Float[ndarray, " n"]) -> float:
+    x, y = _pairs(noise)
+    steps = np.arctan2(y, x) / (2 * np.pi) * _LATTICE
+    return -float(np.abs(steps - np.rint(steps)).mean())
+
+
+def _by_hypothesis(fits: Callable[[ndarray], float]) -> Callable[[ndarray, ndarray], float]:
+    """Is what is left noise, if the record is taken away, more than if it is not?"""
+    return lambda seen, record: fits(seen - record) - fits(seen)
+
+
+def _low_bits(
+    dtype: type[np.floating[Any]], bits: type[np.unsignedinteger[Any]]
+) -> Callable[[ndarray, ndarray], float]:
+    """Small values that came from cancelling larger ones have lost the low bits of their type."""
+
+    def score(seen: ndarray, record: ndarray) -> float:
+        small = np.abs(seen[np.abs(seen) < np.abs(record) / 16]).astype(dtype)
+        return float(((small.view(bits) & bits(0xF)) == 0).mean()) if len(small) else 0.0
+
+    return score
+
+
+RADIUS = Attack("radius lattice", _by_hypothesis(_on_radius_lattice))
+ANGLE = Attack("angle lattice", _by_hypothesis(_on_angle_lattice))
+LOW_BITS = Attack("low bits", _low_bits(np.float32, np.uint32))
+LOW_BITS_64 = Attack("low bits of float64", _low_bits(np.float64, np.uint64))
+ATTACKS = (RADIUS, ANGLE, LOW_BITS, LOW_BITS_64)
+
+
+@dataclass(frozen=True)
+class Radii:
+    """The pairs of many draws: the largest radius, and how many pairs were exactly (0, 0)."""
+
+    pairs: int
+    largest: float
+    atoms: int
+
+    @property
+    def due_beyond(self) -> float:
+        """How many of as many ideal pairs have a radius above the largest seen."""
+        return self.pairs * float(np.exp(-(self.largest**2) / 2))
+
+
+def radii(mechanism: Mechanism, *, draws: int) -> Radii:
+    """Look at many draws of noise alone: where does the tail end, and is there an atom?
+
+    Float32 Box and Muller from 24 bits ends at √(2 log 2²⁴) = 5.768 and gives (0, 0) with
+    probability 2⁻²⁴, which no ideal Gaussian ever does.
+    """
+    largest, atoms, size = 0.0, 0, min(draws, 1 << 22)
+    for trial in range(draws // size):
+        x, y = _pairs(mechanism(torch.zeros(size), trial).double().numpy())
+        squares = x**2 + y**2
+        largest, atoms = max(largest, float(squares.max())), atoms + int((squares == 0).sum())
+    return Radii(draws // size * size // 2, float(np.sqrt(largest)), atoms)

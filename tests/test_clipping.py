@@ -141,6 +141,18 @@ def test_a_rule_is_given_one_record_only() -> None:
     torch.testing.assert_close(clip.weights(norms), torch.tensor([[1.0], [0.001]]).double())
 
 
+def _forget(norms: Tensor) -> Tensor:
+    norms.zero_()
+    return torch.full_like(norms, 1e6)
+
+
+def test_a_rule_that_writes_its_norms_is_clamped_by_the_true_ones() -> None:
+    norms = torch.tensor([[3.0], [5.0]], dtype=torch.float64)
+    weights = custom(_forget, bound=1.0).weights(norms)
+    torch.testing.assert_close(weights * norms, torch.ones(2, 1).double())
+    assert norms.tolist() == [[3.0], [5.0]]
+
+
 def test_nan_counts_as_zero() -> None:
     clip = custom(lambda n: torch.where(n > 1, torch.nan, 0.5), bound=1.0)
     assert clip.weights(torch.tensor([[0.5], [2.0]])).tolist() == [[0.5], [0.0]]

@@ -61,7 +61,9 @@ class Clip:
         clip_norms = self.clip_norms(norms.shape[1]).to(norms.device)
         usable = (norms.isfinite() & (norms <= LARGEST_NORM)).all(1, keepdim=True)
         given = torch.where(usable, norms, 1.0)
-        weights = torch.nan_to_num(_mapped(self.weigh, given, clip_norms), 0.0, 0.0, 0.0)
+        # The rule gets copies: the clamp below must not read what a rule has written.
+        weights = _mapped(self.weigh, given.clone(), clip_norms.clone()).detach()
+        weights = torch.nan_to_num(weights, 0.0, 0.0, 0.0)
         bound = self.bound(norms.shape[1])
         size = (weights * given).square().sum(1, keepdim=True).sqrt()
         weights = weights * (bound / size.clamp_min(bound))

@@ -22,6 +22,9 @@ LARGEST_NORM = 2.0**100
 SMALLEST_NORM = 2.0**-100
 """A weight that could bring a gradient below this up to its bound is 0: no digits are left."""
 
+LARGEST_WEIGHT = 2.0**120
+"""A weight above this would not be a float32; it is 0."""
+
 ClipNorm = float | Sequence[float]
 Weigh = Callable[[Tensor, Tensor], Tensor]
 """One record's group norms and the groups' clipping norms, to one weight for each group."""
@@ -67,7 +70,8 @@ class Clip:
         bound = self.bound(norms.shape[1])
         size = (weights * given).square().sum(1, keepdim=True).sqrt()
         weights = weights * (bound / size.clamp_min(bound))
-        weights = torch.where(weights.abs() * SMALLEST_NORM > bound, 0.0, weights)
+        most = min(bound / SMALLEST_NORM, LARGEST_WEIGHT)
+        weights = torch.where(weights.abs() > most, 0.0, weights)
         return torch.where(usable, weights, 0.0)
 
     def __repr__(self) -> str:

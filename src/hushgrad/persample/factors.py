@@ -7,6 +7,7 @@ precise enough, the gradient is materialised and both come from one tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,13 @@ class Dense:
     @property
     def batch(self) -> int:
         return self.values.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def to(self, dtype: torch.dtype) -> Dense:
+        return Dense(self.values.to(dtype))
 
     def scaled(self, factor: float) -> Dense:
         return Dense(self.values * factor)
@@ -80,6 +88,13 @@ class Outer:
     def transposed(self) -> Outer:
         return Outer(self.b, self.a)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
+    def to(self, dtype: torch.dtype) -> Outer:
+        return Outer(self.a.to(dtype), self.b.to(dtype))
+
     def scaled(self, factor: float) -> Outer:
         return Outer(self.a, self.b * factor)
 
@@ -91,6 +106,10 @@ class Outer:
 
     def materialised(self) -> Tensor:
         return torch.bmm(self.b.mT, self.a)
+
+    def peak(self) -> Float[Tensor, " batch"]:
+        """The largest entry of either factor, for each record."""
+        return torch.maximum(_largest(self.a), _largest(self.b))
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
@@ -122,6 +141,13 @@ class OneHot:
     def positions(self) -> int:
         return self.index.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
+    def to(self, dtype: torch.dtype) -> OneHot:
+        return replace(self, b=self.b.to(dtype))
+
     def scaled(self, factor: float) -> OneHot:
         return replace(self, b=self.b * factor)
 
@@ -137,16 +163,27 @@ class OneHot:
         index = self.index.unsqueeze(-1).expand_as(self.b)
         return table.scatter_add_(1, index, self.b)
 
+    def peak(self) -> Float[Tensor, " batch"]:
+        return _largest(self.b)
+
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         b = self.b * weights.to(self.b.dtype)[:, None, None]
-        table = b.new_zeros(self.rows, b.shape[-1])
-        return table.index_add_(0, self.index.flatten(), b.flatten(0, 1))
+        rows, place = torch.unique(self.index.flatten(), return_inverse=True)
+        # A frequent row is added up term by term, and float32 would lose digits.
+        sums = b.new_zeros(len(rows), b.shape[-1], dtype=torch.float64)
+        sums.index_add_(0, place, b.flatten(0, 1).double())
+        return b.new_zeros(self.rows, b.shape[-1]).index_copy_(0, rows, sums.to(b.dtype))
 
     def masked(self, keep: Tensor) -> OneHot:
         return replace(self, b=_mask(self.b, keep))
 
 
 Factor = Dense | Outer | OneHot
+
+
+def _largest(x: Tensor) -> Tensor:
+    flat = x.flatten(1)
+    return flat.new_zeros(len(flat)) if flat.shape[1] == 0 else flat.abs().amax(1)
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:
@@ -183,6 +220,7 @@ class Materialised:
 # A float32 sum of factors that cancel by more than this keeps too few digits of the result, so
 # beyond it norm and sum are both taken from the record's gradient in float64.
 _LARGEST_CANCELLATION = 100.0
+_LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
 
 
 class Gram:
@@ -192,7 +230,7 @@ class Gram:
 
     def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
         self._factors, self._shape = factors, shape
-        self._fragile: list[int] = []
+        self._fragile: Tensor | None = None  # [batch], known with the square
 
     @cached_property
     def square(self) -> Square:
@@ -207,8 +245,8 @@ class Gram:
             finer = gram_square(wide)
             estimate[i], slack[i], length[i] = (part[0] for part in finer)
         cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
-        for i in (cancels | Square(estimate, slack).loose).nonzero().flatten().tolist():
-            self._fragile.append(i)
+        self._fragile = cancels | Square(estimate, slack).loose
+        for i in self._fragile.nonzero().flatten().tolist():
             exact = square_norms(self._record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
         return Square(estimate, slack)
@@ -219,14 +257,16 @@ class Gram:
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
         _ = self.square  # finds the fragile records
-        factored = weights.clone()
-        factored[self._fragile] = 0
+        assert self._fragile is not None
+        # A factor may be large where their product is not, and must not overflow by its weight.
+        peak = torch.stack([factor.peak() for factor in self._factors]).amax(0).double()
+        apart = self._fragile | ~(peak * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
+        factored = weights.masked_fill(apart, 0)
         factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        for i in self._fragile:
-            if weights[i] != 0:
-                total += (weights[i] * self._record(i)).to(total.dtype)
+        for i in (apart & (weights != 0)).nonzero().flatten().tolist():
+            total += (weights[i] * self._record(i)).to(total.dtype)
         return total
 
 
@@ -240,7 +280,7 @@ def _loose_records(square: Square) -> list[int]:
 
 def _one_in_double(factor: Outer | OneHot, i: int) -> Outer | OneHot:
     if isinstance(factor, Outer):
-        return Outer(factor.a[i : i + 1].double(), factor.b[i : i + 1].double())
+        return Outer(factor.a[i : i + 1], factor.b[i : i + 1]).to(torch.float64)
     return replace(factor, index=factor.index[i : i + 1], b=factor.b[i : i + 1].double())
 
 
@@ -332,7 +372,9 @@ def _cross(f: Outer | OneHot, g: Outer | OneHot, chunk: int) -> Tensor:
 
 # What moving one byte costs, in floating-point operations of a matrix product, on a processor.
 _FLOPS_PER_BYTE = 8
-_LARGEST_MATERIALISED = 2**30  # bytes; a gradient that would need more stays factored
+# Bytes; a record's gradient that would need more stays factored. One record's, not the batch's: the
+# choice moves every norm by its slack, so it must not depend on how many records there are.
+_LARGEST_MATERIALISED = 2**22
 
 
 def settle(factors: tuple[Factor, ...], shape: Shape) -> Gradient:
@@ -361,7 +403,7 @@ def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, tuple[float, f
         held += batch * t * width * factor.b.element_size()
     written = float(batch * size * 4)
     traffic = 3 * written / batch * _FLOPS_PER_BYTE  # write, read for the norm, read for the sum
-    too_large = math.inf if written > _LARGEST_MATERIALISED else 0.0
+    too_large = math.inf if size * 4 > _LARGEST_MATERIALISED else 0.0
     return {
         "Gram": (batch * flops_gram, held),
         "materialised": (batch * (flops_write + traffic) + too_large, written),
@@ -371,6 +413,8 @@ def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, tuple[float, f
 def merge(factors: tuple[Factor, ...]) -> list[Factor]:
     """Join factors of one kind: outer products and look-ups along t, dense ones by adding."""
     joined: list[Factor] = []
+    dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in factors))
+    factors = tuple(factor if factor.dtype == dtype else factor.to(dtype) for factor in factors)
     outers = [f for f in factors if isinstance(f, Outer)]
     tables = [f for f in factors if isinstance(f, OneHot)]
     denses = [f for f in factors if isinstance(f, Dense)]

@@ -65,7 +65,8 @@ class Gradients:
         return {name: square.upper for name, square in self.squares.items()}
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
-        finite = all(bool(square.upper.isfinite().all()) for square in self.squares.values())
+        # Padding counts too: a copy may have drawn what makes it infinite.
+        finite = all(bool(g.square.upper.isfinite().all()) for g in self.settled.values())
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
             for name, p in self._params.items():
@@ -107,6 +108,8 @@ class Gradients:
         return Gradients(joined, self._params, self._losses, one._padded)
 
     def __rmul__(self, factor: float) -> Gradients:
+        if not isinstance(factor, int | float):
+            raise TypeError(f"expected a number times gradients, got a {type(factor).__name__}")
         scaled = self._each(lambda x: x.scaled(factor))
         return Gradients(scaled, self._params, self._losses, self._padded)
 

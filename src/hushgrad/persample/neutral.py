@@ -95,7 +95,9 @@ def in_general_position(params: Params, by: float = 0.05) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     try:
         for p in params.values():
-            scale = by * (float(p.data.float().square().mean().sqrt()) + 0.02)
+            size = float(p.data.float().square().mean().sqrt())
+            # Two gates at zero would still hide what lies behind them, were they moved a little.
+            scale = by * (size + 0.02) if size > 1e-3 else 2 * by
             shift = torch.randn(p.shape, generator=generator) * scale
             p.data = p.data + shift.to(p.device, p.dtype)
         torch.clear_autocast_cache()  # it holds casts of the parameters as they were

@@ -32,7 +32,7 @@ class Precision:
     rounding: float = 0.0  # what the arithmetic alone does to a norm, where that can be seen
 
 
-FINE = {torch.float64: Precision(1e-9, 1e-10), torch.float32: Precision(2e-4, 2e-5, floor=0.05)}
+FINE = {torch.float64: Precision(1e-9, 1e-10), torch.float32: Precision(2e-4, 2e-5)}
 COARSE = Precision(0.1, 2.5e-2, floor=0.25, rounding=5e-2)  # anything narrower, at the least
 _BLUR = 4.0  # a pass rounds at every layer, a shift of the parameters but once
 _COARSEST = 0.5

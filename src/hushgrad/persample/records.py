@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {f.name: map_tensors(function, getattr(batch, f.name)) for f in _fields(batch)}
         return dataclasses.replace(batch, **fields)
+    if isinstance(batch, np.ndarray):
+        raise Refused(
+            "expected tensors, got a NumPy array in the batch, whose records would not be told "
+            "apart; convert it with torch.from_numpy"
+        )
     return batch
 
 
@@ -67,7 +73,8 @@ def count(batch: Batch) -> int:
 
 def take(batch: Batch, index: list[int]) -> Batch:
     """The records at these positions, in this order, repeats allowed."""
-    return map_tensors(lambda x: x[torch.tensor(index, device=x.device)], batch)
+    places = torch.tensor(index, dtype=torch.long)
+    return map_tensors(lambda x: x[places.to(x.device)], batch)
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:

@@ -189,6 +189,11 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
                 f"the parameter {name} is a {type(p).__name__}, and only plain nn.Parameter can be "
                 "private; unwrap or dequantise it, or leave it frozen"
             )
+        if not p.is_floating_point():
+            raise Refused(
+                f"the parameter {name} is {p.dtype}, and only real parameters can be private; keep "
+                "real and imaginary parts in a parameter each, and join them with torch.complex"
+            )
         if not p.requires_grad:
             raise Refused(f"the parameter {name} is frozen; leave it out of params")
         if id(p) in seen:

@@ -155,6 +155,19 @@ def test_under_lowered_matmul_precision_and_autocast(precision: str) -> None:
     assert torch.allclose(total.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("first", ["norms", "sums"])
+def test_norms_are_exact_whichever_is_asked_for_first_under_autocast(first: str) -> None:
+    factor = Outer(torch.randn(4, 3, 40), torch.randn(4, 3, 30))
+    gradients = gradients_of(factor, shape=(30, 40))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if first == "sums":
+            gradients.weighted_sum({"w": torch.ones(4, dtype=torch.float64)})
+        upper = gradients.sq_norms()["w"]
+    true = true_squares((factor,), (30, 40))
+    assert (upper >= true).all()
+    assert (upper <= 1.001 * true).all()
+
+
 def test_exact_products_restores_every_switch() -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:

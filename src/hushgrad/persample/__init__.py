@@ -70,7 +70,8 @@ def per_sample(
         if gradients is not None:
             return gradients
     certificate = certify(subject, forms, batch, size)
-    _certificates.add(key, certificate, subject)
+    if certificate.lasting:
+        _certificates.add(key, certificate, subject)
     _log.info("certified the form %s for %d parameters", certificate.form, len(params))
     for name, reason in certificate.why_not.items():
         _log.info("not %s: %s", name, reason)
@@ -104,7 +105,7 @@ def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -
     step = certificate.steps + 1
     subject = replace(subject, free_buffers=certificate.free_buffers)
     try:
-        if records.padded_size(size) > certificate.largest:
+        if certificate.padded(size) > certificate.largest:
             extend(certificate, subject, batch, size)
         elif step & (step - 1) == 0:
             retest(certificate, subject, batch, size)
@@ -120,15 +121,17 @@ def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> G
     """One watched pass, or None if it met a call that the certificate does not know."""
     subject = replace(subject, free_buffers=certificate.free_buffers)
     size = records.count(batch)
-    padded = records.padded_size(size)
-    whole = records.pad(batch, size)
+    padded = certificate.padded(size)
+    whole = records.pad(batch, size, padded)
     run = certificate.form.run
     try:
         with (
             undone_if_it_fails(subject.modules if subject.free_buffers else ()),
             guarded(subject.params, subject.modules, subject.free_buffers),
         ):
-            gradients = run(subject, whole, size, padded, certificate.sites)
+            with subject.rewound():
+                gradients = run(subject, whole, size, padded, certificate.sites)
+            subject.advance(batch)
             gradients.form = certificate.form.name
             return gradients
     except Unforeseen:

@@ -69,12 +69,18 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
         subject.idle,
         records.shapes(batch),
         autocast,
+        torch.get_num_threads(),
     )
 
 
-def _switches(module: nn.Module) -> tuple[bool, ...]:
-    """`training`, `batch_first` and their like: shapes alone do not tell what they change."""
-    return tuple(x for x in vars(module).values() if x is True or x is False)
+def _switches(module: nn.Module) -> tuple[Hashable, ...]:
+    """Type, `training`, `batch_first`, hooks: shapes alone do not tell what they change.
+
+    Numbers are left out: a module may count its own passes in one.
+    """
+    plain = (x for x in vars(module).values() if isinstance(x, bool | str))
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return (id(type(module)), *plain, *map(id, hooks))
 
 
 def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
@@ -86,15 +92,17 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
         return [*_held(loss.func, seen), *loss.args, *loss.keywords.values()]
     function = getattr(loss, "__func__", loss)
     code = getattr(function, "__code__", None)
-    if code is None:
-        return [loss]  # a module, or another object that can be called
+    if code is None:  # a module, or another object that can be called
+        own = {} if isinstance(loss, nn.Module) else getattr(loss, "__dict__", {})
+        return [loss, *own.values()]
     cells = [_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     known = function.__globals__
     names = [known[name] for name in code.co_names if name in known]
     bound = [loss.__self__] if function is not loss else []
-    inner = [held for x in cells if isinstance(x, FunctionType) for held in _held(x, seen)]
-    plain = [x for x in (*cells, *defaults, *names) if not isinstance(x, FunctionType)]
+    found = (*cells, *defaults, *names)
+    inner = [held for x in found if isinstance(x, FunctionType) for held in _held(x, seen)]
+    plain = [x for x in found if not isinstance(x, FunctionType)]
     return [code, *bound, *plain, *inner]
 
 
@@ -106,7 +114,21 @@ def _contents(cell: CellType) -> Any:
 
 
 def _value(x: Any) -> Hashable:
-    """A number that varies from step to step (an annealed weight) is no reason to start anew."""
+    """A value where it can be told, else the object's identity.
+
+    Of a real number only the sign counts: one that varies from step to step (an annealed weight)
+    is no reason to start anew, one that was zero is.
+    """
     if isinstance(x, bool | int | str | bytes | CodeType | type(None)):
         return (type(x), x)
-    return float if isinstance(x, float) else id(x)
+    if isinstance(x, float):
+        return (float, (x > 0) - (x < 0))
+    if isinstance(x, dict):
+        return (dict, *((str(key), _shallow(value)) for key, value in x.items()))
+    if isinstance(x, list | tuple):
+        return (type(x), *map(_shallow, x))
+    return id(x)
+
+
+def _shallow(x: Any) -> Hashable:
+    return id(x) if isinstance(x, dict | list | tuple) else _value(x)

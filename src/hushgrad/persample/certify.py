@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from hushgrad.persample import records
 from hushgrad.persample.forms import Form, traced
 from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.independence import check_independence, multiple_for
 from hushgrad.persample.layout import Ambiguous
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.oracle import (
     Evidence,
     Oracle,
-    check_losses,
     compare,
     consult,
     differs,
     refuse_unreached,
 )
-from hushgrad.persample.probes import distinct_records, probe_sizes
+from hushgrad.persample.probes import (
+    beside_loud_records,
+    distinct,
+    distinct_records,
+    own_records,
+    probe_sizes,
+)
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.persample.subject import Subject
@@ -49,7 +55,13 @@ class Certificate:
     largest: int
     evidence: Evidence
     why_not: dict[str, str]
+    multiple: int
+    lasting: bool  # False if all records were alike, so that the next batch must be tested anew
     steps: int = 0
+
+    def padded(self, size: int) -> int:
+        """The multiple that a batch of `size` records is filled up to."""
+        return -(-size // self.multiple) * self.multiple
 
 
 @contextmanager
@@ -67,10 +79,9 @@ def _comparable(subject: Subject, general: bool) -> Iterator[dict[Key, Tensor]]:
 def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
     """Certify the first of `forms` that can be, or say why none can."""
     _refuse_coupling_layers(subject)
-    few = distinct_records(batch, size)
+    few = _few_records(subject, batch, size)
     subject = replace(subject, free_buffers=_free_buffers(subject, few))
     why_not: dict[str, str] = {}
-    largest = records.padded_size(size)
     with _comparable(subject, general=True):
         oracle = consult(subject, few)
         evidence = Evidence(oracle.precision)
@@ -80,8 +91,20 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
                 "clean the data, or lower the scale of the model's first outputs"
             )
         refuse_unreached(subject, oracle)
-        for probe_size in (*probe_sizes(subject.params, few), largest):
-            check_losses(subject, oracle, probe_size, evidence)
+        multiple = multiple_for(subject, oracle, size)
+        found = Certificate(
+            forms[0],
+            (),
+            subject.free_buffers,
+            0,
+            evidence,
+            why_not,
+            multiple,
+            lasting=len(distinct(oracle.records)) > 1,
+        )
+        found.largest = largest = found.padded(size)
+        sizes = (*probe_sizes(subject.params, few), largest)
+        check_independence(subject, oracle, sizes, evidence)
         for form in forms:
             try:
                 sites = _certify_form(form, subject, oracle, largest, evidence)
@@ -90,9 +113,20 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
             except Unforeseen as call:
                 why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
             else:
-                return Certificate(form, sites, subject.free_buffers, largest, evidence, why_not)
+                return replace(found, form=form, sites=sites)
     reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
     raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
+
+
+def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
+    """A few records that the loss accepts, different ones if it can be."""
+    few = distinct_records(batch, size)
+    try:
+        with _comparable(subject, general=False), WithoutRandomness(), torch.enable_grad():
+            subject.loss(few)
+    except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
+        return own_records(batch, size)
+    return few
 
 
 def _certify_form(
@@ -132,8 +166,25 @@ def _certify_traced(
         wrong = compare(gradients, oracle, subject, evidence)
         if wrong:
             raise NotCovered(f"in a batch of {largest} records {differs(wrong)}")
+        _check_bits_of_norms(subject, oracle, sites, gradients, largest)
         return sites
     raise NotCovered(f"no dimension could be told to be the batch: {last}")
+
+
+def _check_bits_of_norms(
+    subject: Subject, oracle: Oracle, sites: tuple[Site, ...], quiet: Gradients, size: int
+) -> None:
+    """Beside other records a record's norms must keep their bits: the way back may mix as well."""
+    if quiet.losses.device.type != "cpu":
+        return
+    batch = next(beside_loud_records(oracle.probe(size)))
+    other = _attempt(subject, batch, size, Replaying(sites, size))
+    for name, square in quiet.squares.items():
+        if not same_bits(square.estimate[::2], other.squares[name].estimate[::2]):
+            raise NotCovered(f"a record's gradient of {name} depends on its mates: {_MIXED}")
+
+
+_MIXED = "samples are mixed on the way back; compute each record's loss from that record alone"
 
 
 def _sites(
@@ -215,9 +266,9 @@ def _free_buffers(subject: Subject, few: Batch) -> frozenset[Key]:
     runs = [(i, records.MULTIPLE) for i in range(records.count(few))]
     written_by = []
     for i, copies in [*runs, (0, 2 * records.MULTIPLE)]:
-        with _comparable(subject, general=True) as changed, torch.no_grad(), WithoutRandomness():
-            checked_losses(subject.loss(records.take(few, [i] * copies)), copies)
-        written_by.append(changed)
+        written_by.append(_written(subject, records.take(few, [i] * copies)))
+    if any(written_by):  # what a step uses to move them
+        written_by.append(_written(subject, records.zeros_like(few)))
     buffers = {(n, name) for n, m in enumerate(subject.modules) for name, _ in m.named_buffers()}
     first = written_by[0]
     for key in frozenset().union(*written_by):
@@ -227,12 +278,18 @@ def _free_buffers(subject: Subject, few: Batch) -> frozenset[Key]:
     return frozenset(first)
 
 
+def _written(subject: Subject, batch: Batch) -> dict[Key, Tensor]:
+    with _comparable(subject, general=True) as changed, torch.enable_grad(), WithoutRandomness():
+        checked_losses(subject.loss(batch), records.count(batch))
+    return changed
+
+
 # --- after certification ------------------------------------------------------------------------
 
 
 def extend(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
     """Test a larger batch than any before it, at the cost of one pass and a few single ones."""
-    padded = records.padded_size(size)
+    padded = certificate.padded(size)
     _retest(certificate, subject, distinct_records(batch, size), padded, general=True)
     certificate.largest = padded
 
@@ -240,7 +297,7 @@ def extend(certificate: Certificate, subject: Subject, batch: Batch, size: int) 
 def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
     """Test a few of this batch's records again, at the parameters as they are now."""
     few = distinct_records(batch, size, most=2)
-    _retest(certificate, subject, few, records.padded_size(size), general=False)
+    _retest(certificate, subject, few, certificate.padded(size), general=False)
 
 
 def _retest(
@@ -250,10 +307,11 @@ def _retest(
         oracle = consult(subject, few)
         if oracle.count == 0:
             return
-        check_losses(subject, oracle, padded, certificate.evidence)
+        check_independence(subject, oracle, [padded], certificate.evidence)
         if certificate.form is traced:
             guide = Replaying(certificate.sites, padded)
             gradients = _attempt(subject, oracle.probe(padded), padded, guide)
             wrong = compare(gradients, oracle, subject, certificate.evidence)
             if wrong:
                 raise Refused(f"in a batch of {padded} records {differs(wrong)}")
+            _check_bits_of_norms(subject, oracle, certificate.sites, gradients, padded)

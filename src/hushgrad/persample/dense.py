@@ -42,9 +42,6 @@ def dense(subject: Subject, batch: Batch, size: int, padded: int) -> Gradients:
     )
     values = {name: p.detach() for name, p in params.items()}
     gradients, losses = each(values, *leaves)
-    if subject.free_buffers:  # the pass wrote copies: move the buffers themselves, once
-        with torch.no_grad():
-            subject.loss(records.cut(batch, 0, 1))
     factors: Factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
     return Gradients(factors, params, losses.detach()[:size], padded)
 

@@ -65,10 +65,10 @@ class Gradients:
         return {name: square.upper for name, square in self.squares.items()}
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
-        # Padding counts too: a copy may have drawn what makes it infinite.
-        finite = all(bool(g.square.upper.isfinite().all()) for g in self.settled.values())
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
+            # Padding counts too: a copy may have drawn what makes it infinite.
+            finite = all(bool(g.square.upper.isfinite().all()) for g in self.settled.values())
             for name, p in self._params.items():
                 if name not in self.settled:
                     sums[name] = wide(torch.zeros_like(p))

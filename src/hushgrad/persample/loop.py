@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,14 +19,11 @@ from hushgrad.types import Batch, Loss, Params
 
 
 def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
-    """Per-sample gradients, each from a forward and backward pass of its own.
-
-    Only the last pass moves the free buffers: they must not count the records.
-    """
+    """Per-sample gradients, each from a forward and backward pass of its own."""
     params, losses, gradients = subject.params, [], []
     for i in range(size):  # each alone: padding would change nothing
         record = records.cut(batch, i, i + 1)
-        with subject.rewound() if i + 1 < size else nullcontext():
+        with subject.rewound():
             value, gradient = one_record(subject.loss, params, record, copies=1)
         losses.append(value)
         gradients.append(gradient)

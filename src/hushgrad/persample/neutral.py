@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -14,15 +17,17 @@ from hushgrad.types import Params
 
 
 class WithoutRandomness(TorchDispatchMode):
-    """Replace every random draw by its mean, so that dropout keeps all and scales nothing.
+    """Replace every random draw by a quantile of it: by its median, dropout keeps all.
 
-    A mode at this level also sees draws inside backward passes and recomputed activations, and
-    `narrowest` is the least precise type that anything was computed in, wherever autocast began.
+    A mode at this level also sees draws inside backward passes and recomputed activations.
+    `narrowest` is the least precise type that anything was computed in, wherever autocast began;
+    `drew` tells whether there was a draw at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quantile: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.narrowest = torch.float64
+        self._draws = _draws_at(quantile)
+        self.narrowest, self.drew = torch.float64, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -35,53 +40,61 @@ class WithoutRandomness(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        mean = _MEANS.get(func.overloadpacket)
-        if mean is not None:
-            return mean(*args, **_without_generator(kwargs))
+        self.drew = True
+        draw = self._draws.get(func.overloadpacket)
+        if draw is not None:
+            return draw(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
         # Anything rarer starts from one seed at each call: the same draw for the same shape.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return func(*args, **kwargs)
 
 
-def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "generator"}
+@functools.cache
+def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
+    """What each random operation returns at the quantile `q`; yes or no is its mean at the median.
 
+    A branch taken with some probability, as by `rand() < 0.3`, shows at one quantile or another.
+    """
+    aten, z = torch.ops.aten, NormalDist().inv_cdf(q)
 
-def _like(value: float) -> Callable[..., Tensor]:
-    return lambda x, *args, **kwargs: torch.full_like(x, value)
+    def chance(p: Any) -> Any:
+        return p if q == 0.5 else (p > q) * 1.0
 
+    def whole(*bounds: int) -> int:
+        low, high = bounds if len(bounds) == 2 else (0, *bounds) if bounds else (0, 2**24)
+        return int(low + q * (high - low))
 
-def _of_size(value: float) -> Callable[..., Tensor]:
-    return lambda size, *args, **kwargs: torch.full(size, value, **kwargs)
+    def bernoulli_(x: Tensor, p: Any = 0.5) -> Tensor:
+        return x.copy_(chance(p)) if isinstance(p, Tensor) else x.fill_(chance(p))
 
+    def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        kept = 1.0 if q == 0.5 or not train else chance(1 - p)
+        scale = kept / (1 - p) if train and p < 1 else kept
+        return x * scale, torch.full_like(x, bool(kept), dtype=torch.bool)
 
-def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    scale = 1 / (1 - p) if train and p < 1 else 1.0
-    return x * scale, torch.ones_like(x, dtype=torch.bool)
+    def rrelu(
+        x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
+    ) -> Tensor:
+        noise.copy_(torch.where(x <= 0, lower + q * (upper - lower), 1.0))
+        return x * noise
 
-
-def _rrelu(
-    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
-) -> Tensor:
-    noise.copy_(torch.where(x <= 0, (lower + upper) / 2, 1.0))
-    return x * noise
-
-
-_aten = torch.ops.aten
-_MEANS: dict[Any, Callable[..., Any]] = {
-    _aten.bernoulli_: lambda x, p=0.5: x.copy_(p) if isinstance(p, Tensor) else x.fill_(p),
-    _aten.bernoulli: lambda x, p=None: x.clone() if p is None else torch.full_like(x, p),
-    _aten.uniform_: lambda x, low=0.0, high=1.0: x.fill_((low + high) / 2),
-    _aten.normal_: lambda x, mean=0.0, std=1.0: x.fill_(mean),
-    _aten.exponential_: lambda x, rate=1.0: x.fill_(1 / rate),
-    _aten.rand: _of_size(0.5),
-    _aten.randn: _of_size(0.0),
-    _aten.rand_like: _like(0.5),
-    _aten.randn_like: _like(0.0),
-    _aten.native_dropout: _dropout,
-    _aten.rrelu_with_noise: _rrelu,
-}
+    return {
+        aten.bernoulli_: bernoulli_,
+        aten.bernoulli: lambda x, p=None: bernoulli_(torch.empty_like(x), x if p is None else p),
+        aten.uniform_: lambda x, low=0.0, high=1.0: x.fill_(low + q * (high - low)),
+        aten.normal_: lambda x, mean=0.0, std=1.0: x.fill_(mean + z * std),
+        aten.exponential_: lambda x, rate=1.0: x.fill_(-math.log1p(-q) / rate),
+        aten.random_: lambda x, *bounds: x.fill_(whole(*bounds)),
+        aten.rand: lambda size, **kwargs: torch.full(size, q, **kwargs),
+        aten.randn: lambda size, **kwargs: torch.full(size, z, **kwargs),
+        aten.randint: lambda *args, **kwargs: torch.full(args[-1], whole(*args[:-1]), **kwargs),
+        aten.rand_like: lambda x, **kwargs: torch.full_like(x, q, **kwargs),
+        aten.randn_like: lambda x, **kwargs: torch.full_like(x, z, **kwargs),
+        aten.randint_like: lambda x, *bounds, **kw: torch.full_like(x, whole(*bounds), **kw),
+        aten.native_dropout: native_dropout,
+        aten.rrelu_with_noise: rrelu,
+    }
 
 
 @contextmanager

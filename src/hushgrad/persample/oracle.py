@@ -12,7 +12,6 @@ from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.subject import Subject
-from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import guarded
 from hushgrad.types import Batch, Refused
 
@@ -68,6 +67,8 @@ class Oracle:
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     precision: Precision
+    quantile: float = 0.5  # of every random draw
+    drew: bool = False  # did the loss draw any?
 
     @property
     def count(self) -> int:
@@ -78,18 +79,19 @@ class Oracle:
         return records.take(self.records, [i % self.count for i in range(size)])
 
 
-def consult(subject: Subject, few: Batch) -> Oracle:
+def consult(subject: Subject, few: Batch, quantile: float = 0.5) -> Oracle:
     """Run each record by itself, in copies: kernels then act as they do in a batch.
 
     Records without a finite loss and gradient are left out: they can be compared with nothing,
     and an error that one of them caused would tell that it is there.
     """
-    neutral = WithoutRandomness()
+    neutral = WithoutRandomness(quantile)
     with neutral, guarded(subject.params, subject.modules, subject.free_buffers):
         alone = _each_alone(subject, few)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
-    oracle = Oracle(kept, [x for x, _ in one_by_one], [x for _, x in one_by_one], COARSE)
+    losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
+    oracle = Oracle(kept, losses, gradients, COARSE, quantile, neutral.drew)
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
     return replace(oracle, precision=_blurred(subject, oracle, neutral.narrowest))
@@ -110,7 +112,8 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
 
 def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
-    with in_general_position(subject.params, by=torch.finfo(dtype).eps / 2), WithoutRandomness():
+    shift = in_general_position(subject.params, by=torch.finfo(dtype).eps / 2)
+    with shift, WithoutRandomness(oracle.quantile):
         shifted = _each_alone(subject, oracle.records)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
@@ -141,25 +144,6 @@ def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
                 f"the parameter {name} is trainable but on no path to the loss; freeze it with "
                 "requires_grad_(False), or name it in idle to give it zero plus noise"
             )
-
-
-def check_losses(subject: Subject, oracle: Oracle, size: int, evidence: Evidence) -> None:
-    """No record's loss may depend on its mates, at any position."""
-    with torch.no_grad(), WithoutRandomness(), subject.rewound():
-        losses = checked_losses(subject.loss(oracle.probe(size)), size).double()
-    alone = torch.stack(oracle.losses).double().repeat(-(-size // oracle.count))[:size]
-    both_nan = losses.isnan() & alone.isnan()
-    error = (losses - alone).abs() / (alone.abs() + 0.1)
-    error = error.masked_fill(both_nan | (losses == alone), 0)
-    worst = int(error.nan_to_num(nan=torch.inf).argmax())
-    evidence.merge(Evidence(oracle.precision, sizes=[size], loss=float(error[worst])))
-    if not bool(error[worst] <= oracle.precision.loss):
-        raise Refused(
-            f"the loss of a record depends on its mates: {float(alone[worst]):.6g} alone and "
-            f"{float(losses[worst]):.6g} in a batch of {size}, so samples are mixed (a mean or a "
-            "limit over the batch, BatchNorm, a loss normalised by the batch?); compute each "
-            "record's loss from that record alone"
-        )
 
 
 def compare(

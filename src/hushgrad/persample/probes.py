@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,12 +26,15 @@ def probe_sizes(
 
 
 def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
-    """A few records that differ: drawn from the batch, and variations of them if it has too few."""
+    """A few records that differ: drawn from the batch, and variations of them if it has too few.
+
+    A variation may be no record that the loss accepts.
+    """
     generator = torch.Generator()
     generator.seed()
     order = torch.randperm(size, generator=generator).tolist()
     chosen = records.take(batch, [order[i % size] for i in range(most)])
-    known = _distinct(chosen, most)
+    known = distinct(chosen)
     if len(known) == most:
         return chosen
     repeated = records.take(chosen, [known[i % len(known)] for i in range(most - len(known))])
@@ -37,10 +43,15 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     return records.map_tensors(lambda x: torch.cat([x, next(parts)]), records.take(chosen, known))
 
 
-def _distinct(batch: Batch, size: int) -> list[int]:
+def own_records(batch: Batch, size: int, most: int = 4) -> Batch:
+    """A few of the batch's own records, alike or not."""
+    return records.take(batch, [i % size for i in range(most)])
+
+
+def distinct(batch: Batch) -> list[int]:
     """Positions of records that differ from all before them."""
     different: list[int] = []
-    for i in range(size):
+    for i in range(records.count(batch)):
         twins = (all(torch.equal(x[i], x[j]) for x in records.tensors(batch)) for j in different)
         if not any(twins):
             different.append(i)
@@ -48,12 +59,28 @@ def _distinct(batch: Batch, size: int) -> list[int]:
 
 
 def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift real entries; draw whole ones anew from the range that they have shown."""
+    """Shift real entries; draw others anew from the range that they have shown."""
     if x.is_floating_point():
         noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
         return x + 0.1 * noise * (x.abs() + 0.1)
-    if x.dtype == torch.bool or not x.numel() or x.is_complex():
+    if not x.numel() or x.is_complex():
         return x
     low, high = int(x.min()), int(x.max())
-    low = min(low, 0) if low == high else low
+    if low == high:
+        low, high = min(low, 0), max(high, 1)
     return torch.randint(low, high + 1, x.shape, generator=generator).to(x.device, x.dtype)
+
+
+_LOUDNESS = (1.0, -30.0, 1e3, 1e6)
+
+
+def beside_loud_records(batch: Batch) -> Iterator[Batch]:
+    """The batch with every second record replaced: by its neighbour, and by ever louder ones."""
+    odd = torch.arange(records.count(batch)) % 2 == 1
+
+    def louder(x: Tensor, factor: float) -> Tensor:
+        other = x.roll(1, 0) * factor if x.is_floating_point() else x.roll(1, 0)
+        return torch.where(odd.to(x.device).view(-1, *[1] * (x.dim() - 1)), other, x)
+
+    for factor in _LOUDNESS:
+        yield records.map_tensors(functools.partial(louder, factor=factor), batch)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hushgrad.types import Batch, Refused
 
 MULTIPLE = 8
-"""Batches are padded to a multiple of this many records.
+"""Batches are padded to a multiple of this many records, or of more where a model needs it.
 
 Kernels change the order of their sums with the number of rows (1, 2-3, at least 4), and a record
 would then get other bits, and past a ReLU another gradient, when its mates come or go.
@@ -82,14 +82,14 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
     return map_tensors(lambda x: x[start:stop], batch)
 
 
-def padded_size(size: int) -> int:
-    """The multiple that a batch of `size` records is filled up to."""
-    return -(-size // MULTIPLE) * MULTIPLE
+def zeros_like(batch: Batch) -> Batch:
+    """Records of the batch's structure that are all zero."""
+    return map_tensors(lambda x: x.new_zeros(MULTIPLE, *x.shape[1:]), batch)
 
 
-def pad(batch: Batch, size: int) -> Batch:
-    """Fill up to the next multiple with copies of the first record, which count for nothing."""
-    extra = padded_size(size) - size
+def pad(batch: Batch, size: int, padded: int) -> Batch:
+    """Fill up to `padded` records with copies of the first, which count for nothing."""
+    extra = padded - size
     if not extra:
         return batch
     return map_tensors(lambda x: torch.cat([x, x[:1].expand(extra, *x.shape[1:])]), batch)

@@ -135,8 +135,9 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
             elif then is None or _mark(now) != then[3] or not same_bits(now, then[2]):
                 changed[key] = now.detach().clone()
         for owner, buffers in registered:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+            if _identities(owner._buffers) != _identities(buffers):
+                owner._buffers.clear()
+                owner._buffers.update(buffers)
         for x, data, value, _ in before.values():
             x.data = data
             if not same_bits(x, value):
@@ -160,6 +161,10 @@ def undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
             owner._buffers[name] = b
             b.data.copy_(value)
         raise
+
+
+def _identities(buffers: Mapping[str, Tensor | None]) -> dict[str, int]:
+    return {name: id(b) for name, b in buffers.items()}
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

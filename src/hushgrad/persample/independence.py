@@ -1,0 +1,110 @@
+"""Does a record's loss depend on its mates? Tested by value, by bit, and at several draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hushgrad.persample.neutral import WithoutRandomness
+from hushgrad.persample.oracle import Evidence, Oracle, consult
+from hushgrad.persample.probes import beside_loud_records
+from hushgrad.persample.records import MULTIPLE
+from hushgrad.persample.subject import Subject
+from hushgrad.persample.traced import checked_losses
+from hushgrad.persample.watch import same_bits
+from hushgrad.types import Batch, Refused
+
+_QUANTILES = (0.01, 0.99)  # beside the median: a model may mix its records in some draws only
+_MULTIPLES = (MULTIPLE, 2 * MULTIPLE, 4 * MULTIPLE)
+
+
+def check_independence(
+    subject: Subject, oracle: Oracle, sizes: Sequence[int], evidence: Evidence
+) -> None:
+    """Refuse a loss in which records meet, in batches of any of these sizes."""
+    for view in _views(subject, oracle):
+        for size in sizes:
+            _check_values(subject, view, size, evidence)
+        _check_bits(subject, view, sizes[-1])
+
+
+def _views(subject: Subject, oracle: Oracle) -> Iterator[Oracle]:
+    yield oracle
+    if oracle.drew:
+        for quantile in _QUANTILES:
+            view = consult(subject, oracle.records, quantile)
+            if view.count:
+                yield view
+
+
+def _losses(subject: Subject, oracle: Oracle, batch: Batch, size: int) -> Tensor:
+    with torch.enable_grad(), WithoutRandomness(oracle.quantile), subject.rewound():
+        return checked_losses(subject.loss(batch), size).detach()
+
+
+def _check_values(subject: Subject, oracle: Oracle, size: int, evidence: Evidence) -> None:
+    """In a batch, at any position, a record's loss must be that of its own run."""
+    losses = _losses(subject, oracle, oracle.probe(size), size).double()
+    alone = torch.stack(oracle.losses).double().repeat(-(-size // oracle.count))[:size]
+    both_nan = losses.isnan() & alone.isnan()
+    error = (losses - alone).abs() / (alone.abs() + 0.1)
+    error = error.masked_fill(both_nan | (losses == alone), 0)
+    worst = int(error.nan_to_num(nan=torch.inf).argmax())
+    evidence.merge(Evidence(oracle.precision, sizes=[size], loss=float(error[worst])))
+    if not bool(error[worst] <= oracle.precision.loss):
+        raise mixed(f"{float(alone[worst]):.6g} alone and {float(losses[worst]):.6g}", size)
+
+
+def _check_bits(subject: Subject, oracle: Oracle, size: int) -> None:
+    """Beside other records, also very loud ones, a record's loss must keep its bits.
+
+    A comparison of values has a tolerance, below which a weak coupling hides until a record is
+    large. The same shape gives the same kernels, so here none is needed.
+    """
+    quiet = oracle.probe(size)
+    reference = _losses(subject, oracle, quiet, size)[::2]
+    for batch in beside_loud_records(quiet):
+        try:
+            losses = _losses(subject, oracle, batch, size)[::2]
+        except Exception:  # the model refuses such a record: nothing is learnt from it
+            continue
+        if not _same(losses, reference, oracle.precision.loss):
+            worst = int((losses - reference).double().abs().nan_to_num(nan=torch.inf).argmax())
+            raise mixed(f"{float(reference[worst]):.9g} and {float(losses[worst]):.9g}", size)
+
+
+def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
+    if x.device.type == "cpu":
+        return same_bits(x, y)
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def multiple_for(subject: Subject, oracle: Oracle, size: int) -> int:
+    """The least multiple of records, up to 32, at which a record keeps its bits in any batch.
+
+    Vectorised kernels treat the end of a tensor by other code, so it depends on the model's shapes.
+    """
+    for multiple in _MULTIPLES[:-1]:
+        if _keeps_bits(subject, oracle, {multiple, 2 * multiple, -(-size // multiple) * multiple}):
+            return multiple
+    return _MULTIPLES[-1]
+
+
+def _keeps_bits(subject: Subject, oracle: Oracle, sizes: set[int]) -> bool:
+    """Does each record have one loss, to the bit, wherever it stands in batches of these sizes?"""
+    found: list[Tensor] = []
+    for size in sizes:
+        losses = _losses(subject, oracle, oracle.probe(size), size)
+        found += losses.split(oracle.count)
+    return all(same_bits(x, found[0][: len(x)]) for x in found)
+
+
+def mixed(found: str, size: int) -> Refused:
+    """The refusal of a loss in which records meet."""
+    return Refused(
+        f"the loss of a record depends on its mates: {found} in a batch of {size}, so samples are "
+        "mixed (a mean or a limit over the batch, BatchNorm, a loss normalised by the batch?); "
+        "compute each record's loss from that record alone"
+    )

@@ -12,8 +12,9 @@ from torch import nn
 
 from hushgrad.persample import Form, auto, certificate_for, per_sample, traced
 from hushgrad.persample.certify import Certificate
-from hushgrad.persample.factors import costs, merge
+from hushgrad.persample.factors import merge
 from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.settled import costs
 from hushgrad.types import Batch, Loss, Params
 
 

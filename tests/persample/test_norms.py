@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hushgrad.clipping import Clip, abadi, automatic, custom, discard, normalize, reparameterized
 from hushgrad.numerics import RELATIVE_SLACK, exact_products, square_norms
-from hushgrad.persample.factors import Dense, Factor, Gram, Materialised, OneHot, Outer, settle
+from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
 from hushgrad.persample.gradients import Gradients, difference
+from hushgrad.persample.settled import Gram, Materialised, settle
 
 RULES = [
     abadi(0.5),

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from hushgrad.persample.factors import Dense, Factor, Outer, costs
+from hushgrad.persample.factors import Dense, Factor, Outer
+from hushgrad.persample.settled import costs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
-from hushgrad.persample.factors import Dense, Factor, Gradient, OneHot, Outer, settle
+from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
+from hushgrad.persample.settled import Gradient, settle
 from hushgrad.types import Params
 
 Key = tuple[int, ...]
@@ -108,8 +109,6 @@ class Gradients:
         return Gradients(joined, self._params, self._losses, one._padded)
 
     def __rmul__(self, factor: float) -> Gradients:
-        if not isinstance(factor, int | float):
-            raise TypeError(f"expected a number times gradients, got a {type(factor).__name__}")
         scaled = self._each(lambda x: x.scaled(factor))
         return Gradients(scaled, self._params, self._losses, self._padded)
 

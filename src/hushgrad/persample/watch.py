@@ -163,7 +163,8 @@ def undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _identities(buffers: Mapping[str, Tensor | None]) -> dict[str, int]:
+def _identities(buffers: Any) -> dict[str, int]:
+    """Of a dictionary, or what a scripted module has in its place."""
     return {name: id(b) for name, b in buffers.items()}
 
 

@@ -1,0 +1,238 @@
+"""Certified norms: a parameter's per-sample gradients, held as factors or written out, by cost.
+
+A norm that comes from the factors is computed by another route than the vector that is summed. It
+carries a bound on its rounding error, and where that would be large, or the factors cancel, the
+record's gradient is written out and both come from one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hushgrad.numerics import Square, inner_products, rounding, square_norms
+from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, merge
+
+Shape = tuple[int, ...]
+
+
+class Materialised:
+    """A gradient held as one tensor, from which both its norm and its sum are taken."""
+
+    form = "materialised"
+
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
+        self._shape = shape
+        values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
+        self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
+
+    @cached_property
+    def square(self) -> Square:
+        """Certified squares; a record that under- or overflows float32 is redone in float64."""
+        estimate, slack = square_norms(self._dense.values)
+        for i in _loose_records(Square(estimate, slack)):
+            exact = square_norms(self._dense.record(i)[None])
+            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
+        return Square(estimate, slack)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+        dense = self._dense if keep is None else self._dense.masked(keep)
+        return dense.weighted_sum(weights).reshape(self._shape)
+
+
+# A float32 sum of factors that cancel by more than this keeps too few digits of the result, so
+# beyond it norm and sum are both taken from the record's gradient in float64.
+_LARGEST_CANCELLATION = 100.0
+_LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
+
+
+class Gram:
+    """A gradient held as factors; its norm comes from inner products of their rows."""
+
+    form = "Gram"
+
+    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
+        self._factors, self._shape = factors, shape
+        self._fragile: Tensor | None = None  # [batch], known with the square
+
+    @cached_property
+    def square(self) -> Square:
+        """Certified squares: float32 in chunks, then float64, then the record written out.
+
+        Each step takes only the records that the one before left uncertain, one at a time, so
+        that a record's bits do not depend on its mates.
+        """
+        estimate, slack, length = gram_square(self._factors)
+        for i in _loose_records(Square(estimate, slack)):
+            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
+            finer = gram_square(wide)
+            estimate[i], slack[i], length[i] = (part[0] for part in finer)
+        cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
+        self._fragile = cancels | Square(estimate, slack).loose
+        for i in self._fragile.nonzero().flatten().tolist():
+            exact = square_norms(self._record(i)[None])
+            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
+        return Square(estimate, slack)
+
+    def _record(self, index: int) -> Tensor:
+        parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
+        return torch.stack(parts).sum(0)
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+        _ = self.square  # finds the fragile records
+        assert self._fragile is not None
+        # A factor may be large where their product is not, and must not overflow by its weight.
+        peak = torch.stack([factor.peak() for factor in self._factors]).amax(0).double()
+        apart = self._fragile | ~(peak * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
+        factored = weights.masked_fill(apart, 0)
+        factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
+        parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
+        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        for i in (apart & (weights != 0)).nonzero().flatten().tolist():
+            total += (weights[i] * self._record(i)).to(total.dtype)
+        return total
+
+
+Gradient = Materialised | Gram
+
+
+def _loose_records(square: Square) -> list[int]:
+    indices: list[int] = square.loose.nonzero().flatten().tolist()
+    return indices
+
+
+def _one_in_double(factor: Outer | OneHot, i: int) -> Outer | OneHot:
+    if isinstance(factor, Outer):
+        return Outer(factor.a[i : i + 1], factor.b[i : i + 1]).to(torch.float64)
+    return replace(factor, index=factor.index[i : i + 1], b=factor.b[i : i + 1].double())
+
+
+# --- Gram norms, with their forward error -------------------------------------------------------
+
+
+def gram_square(factors: tuple[Outer | OneHot, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of a sum of factors, a bound on their error, and `S = sum_t |a_t| |b_t|`.
+
+    With chunks of c columns in a type of roundoff u, each inner product errs by at most
+    c·u·|x||y|, so the square errs by at most (c_a + c_b + 2)·u·S², for c up to 2048 (16 more
+    cover `square_norms`, which takes over at t = 1); products that underflow add at most the
+    smallest normal number for each column.
+    """
+    chunk = _chunk(sum(factor.positions for factor in factors))
+    estimate = length = lost = None
+    columns = 0
+    for i, factor in enumerate(factors):
+        left, right = _grams(factor, chunk)
+        term = (left * right).sum((1, 2))
+        a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
+        d, p, tiny = _width(factor), factor.b.shape[-1], torch.finfo(factor.b.dtype).tiny
+        a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
+        size = (a * b).sum(1)
+        flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
+        for other in factors[:i]:
+            term = term + 2 * _cross(other, factor, chunk)
+        estimate = term if estimate is None else estimate + term
+        length = size if length is None else length + size
+        lost = flushed if lost is None else lost + flushed
+        columns = max(columns, min(chunk, d) + min(chunk, p) + 18)
+    assert estimate is not None and length is not None and lost is not None
+    u = rounding(factors[0].b.dtype)
+    # Two uses also underflow against each other; 2·count bounds the mixed terms by the own ones.
+    slack = columns * u * length.square() + 2 * len(factors) * lost
+    zero = estimate == 0
+    if bool(zero.any()):  # a gradient that is zero exactly has nothing to lose
+        gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
+        slack, length = slack.masked_fill(gone, 0), length.masked_fill(gone, 0)
+    return estimate, slack, length
+
+
+def _chunk(positions: int) -> int:
+    """Columns to a chunk: with κ² up to T, as seen on transformers, the slack stays near 1 %."""
+    columns = 80_000 // max(positions, 1)
+    return min(256, max(32, 1 << columns.bit_length() - 1 if columns else 32))
+
+
+def _width(factor: Outer | OneHot) -> int:
+    return factor.a.shape[-1] if isinstance(factor, Outer) else 1
+
+
+def _is_zero(factor: Outer | OneHot) -> Tensor:
+    zero = (factor.b == 0).flatten(1).all(1)
+    return zero | (factor.a == 0).flatten(1).all(1) if isinstance(factor, Outer) else zero
+
+
+def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
+    right = _gram(factor.b, chunk)
+    if isinstance(factor, Outer):
+        return _gram(factor.a, chunk), right
+    same = factor.index.unsqueeze(1) == factor.index.unsqueeze(2)
+    return same.to(torch.float64), right
+
+
+def _gram(x: Tensor, chunk: int) -> Tensor:
+    if x.shape[1] == 1:
+        return square_norms(x).estimate[:, None, None]
+    return inner_products(x, x, chunk)
+
+
+def _cross(f: Outer | OneHot, g: Outer | OneHot, chunk: int) -> Tensor:
+    """The inner product of two gradients of one parameter."""
+    if isinstance(f, OneHot) and isinstance(g, OneHot):
+        same = f.index.unsqueeze(2) == g.index.unsqueeze(1)
+        return (inner_products(f.b, g.b, chunk) * same).sum((1, 2))
+    if isinstance(f, Outer) and isinstance(g, Outer):
+        left, right = inner_products(f.a, g.a, chunk), inner_products(f.b, g.b, chunk)
+        return (left * right).sum((1, 2))
+    outer, table = (f, g) if isinstance(f, Outer) else (g, f)
+    assert isinstance(outer, Outer) and isinstance(table, OneHot)
+    # <b_s (x) a_s, e_i (x) g_t> = b_s[i] · <a_s, g_t>: one gather and one product.
+    index = table.index.unsqueeze(1).expand(-1, outer.positions, -1)
+    picked = outer.b.gather(2, index)
+    return (inner_products(outer.a, table.b, chunk) * picked).sum((1, 2))
+
+
+# --- which of the two ---------------------------------------------------------------------------
+
+# What moving one byte costs, in floating-point operations of a matrix product, on a processor.
+_FLOPS_PER_BYTE = 8
+# Bytes; a record's gradient that would need more stays factored. One record's, not the batch's: the
+# choice moves every norm by its slack, so it must not depend on how many records there are.
+_LARGEST_MATERIALISED = 2**22
+
+
+def settle(factors: tuple[Factor, ...], shape: Shape) -> Gradient:
+    """Choose how to hold the sum of one parameter's factors: Gram or materialised, by cost."""
+    factored = tuple(merge(factors))
+    if any(isinstance(factor, Dense) for factor in factored):
+        return Materialised(factored, shape)
+    cheaper = costs(factored, shape)
+    if cheaper["Gram"][0] <= cheaper["materialised"][0]:
+        return Gram(tuple(f for f in factored if not isinstance(f, Dense)), shape)
+    return Materialised(factored, shape)
+
+
+def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, tuple[float, float]]:
+    """Floating-point operations (memory traffic converted) and bytes held, for each form."""
+    batch, size = factors[0].batch, math.prod(shape)
+    held = flops_gram = flops_write = 0.0
+    for factor in factors:
+        if isinstance(factor, Dense):
+            flops_write += factor.values.numel()
+            continue
+        t, width = factor.positions, _width(factor) + factor.b.shape[-1]
+        work = 2.0 * t * (size if isinstance(factor, Outer) else factor.b.shape[-1])
+        flops_gram += (2.0 * t * t * width if t > 1 else 2.0 * width) + work
+        flops_write += 1.5 * work  # many small products are slower than one large one
+        held += batch * t * width * factor.b.element_size()
+    written = float(batch * size * 4)
+    traffic = 3 * written / batch * _FLOPS_PER_BYTE  # write, read for the norm, read for the sum
+    too_large = math.inf if size * 4 > _LARGEST_MATERIALISED else 0.0
+    return {
+        "Gram": (batch * flops_gram, held),
+        "materialised": (batch * (flops_write + traffic) + too_large, written),
+    }

@@ -1,0 +1,24 @@
+"""Sampling: which records a step sees, and what that is worth to the accountant.
+
+A scheme is one value that draws the batches and states their amplification, so that what is
+sampled is what is accounted. A `Loader` turns the positions drawn into batches of tensors.
+"""
+
+from hushgrad.sampling.fixed import FullBatch, Shuffled, WithoutReplacement
+from hushgrad.sampling.loading import Loader
+from hushgrad.sampling.poisson import Poisson, TruncatedPoisson
+from hushgrad.sampling.scheme import Sampling, Scheme, require_relation
+from hushgrad.sampling.stated import Stated
+
+__all__ = [
+    "FullBatch",
+    "Loader",
+    "Poisson",
+    "Sampling",
+    "Scheme",
+    "Shuffled",
+    "Stated",
+    "TruncatedPoisson",
+    "WithoutReplacement",
+    "require_relation",
+]

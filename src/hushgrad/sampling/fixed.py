@@ -1,0 +1,131 @@
+"""Batches of a fixed size: random sets, shuffled epochs, or all records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dp_accounting as dp
+import numpy as np
+
+from hushgrad.rng import Rng
+from hushgrad.sampling.draws import Positions, dealt, subset
+from hushgrad.sampling.scheme import (
+    ANY_RELATION,
+    SAME_SIZE,
+    each_step,
+    require_batch,
+    require_whole,
+)
+from hushgrad.types import Relation
+
+
+@dataclass(frozen=True)
+class WithoutReplacement:
+    """`batch` different records at each step, every set of them equally likely."""
+
+    batch: int
+    relations: ClassVar[frozenset[Relation]] = SAME_SIZE
+
+    def __post_init__(self) -> None:
+        require_whole("batch", self.batch)
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+        return f"{self.batch} records without replacement"
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """The positions in the batch of one step."""
+        require_batch(self.batch, num_records)
+        return subset(self.batch, num_records=num_records, rng=rng.derive("sample", step))
+
+    def expected_batch(self, num_records: int) -> float:
+        """The size of every batch."""
+        return float(self.batch)
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The event sampled without replacement from the public number of records."""
+        require_batch(self.batch, num_records)
+        return dp.SampledWithoutReplacementDpEvent(num_records, self.batch, event)
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """One sampled event for each step."""
+        return each_step(self.amplify(event, num_records=num_records), num_steps)
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """All records at every step, as in gradient descent."""
+
+    relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+        return "full batches"
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """Every position."""
+        require_whole("num_records", num_records)
+        return np.arange(num_records)
+
+    def expected_batch(self, num_records: int) -> float:
+        """The public number of records."""
+        return float(num_records)
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The event as it is: nothing is left to chance."""
+        return event
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """The event once for each step."""
+        return each_step(event, num_steps)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Epochs in a random order cut into batches of `batch`; no amplification is claimed.
+
+    The last batch of an epoch holds what is left, and is divided by `batch` like the others.
+    """
+
+    batch: int
+    relations: ClassVar[frozenset[Relation]] = SAME_SIZE
+
+    def __post_init__(self) -> None:
+        require_whole("batch", self.batch)
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+        return f"shuffled epochs in batches of {self.batch}, no amplification"
+
+    def steps_per_epoch(self, num_records: int) -> int:
+        """The number of batches in which each record comes once."""
+        require_batch(self.batch, num_records)
+        return -(-num_records // self.batch)
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """The positions in the batch of one step."""
+        epoch, place = divmod(step, self.steps_per_epoch(num_records))
+        start = place * self.batch
+        key = rng.derive("sample", "epoch", epoch)
+        return dealt(num_records, start=start, stop=start + self.batch, rng=key)
+
+    def expected_batch(self, num_records: int) -> float:
+        """The size of every batch but the last of an epoch."""
+        return float(self.batch)
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The event as it is. Adding up every step's is sound; `run_event` is tighter."""
+        return event
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """The event once for each epoch begun.
+
+        The order is drawn without looking at the data. Given it, replacing a record changes one
+        batch of the epoch and the others only through what was released, so that an epoch costs
+        what one of its batches does.
+        """
+        return each_step(event, -(-num_steps // self.steps_per_epoch(num_records)))

@@ -1,0 +1,139 @@
+"""Positions in, batches of tensors out: in order, also with worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hushgrad.rng import Rng
+from hushgrad.sampling.draws import Positions
+from hushgrad.sampling.scheme import Scheme
+from hushgrad.sampling.sources import Columns, Source, leaves_of, map_leaves, source_of
+from hushgrad.types import Batch, Refused, Relation
+
+Collate = Callable[[list[Any]], Batch]
+"""Puts a list of records together. It must treat each by itself: pad to a public length."""
+
+
+class Loader:
+    """Batches from a tensor, an array, a tuple or mapping of them, or a map-style data set.
+
+    A record's structure is kept. `workers` processes prefetch for map-style data sets, and change
+    no batch. The length of the data is private: it is shown nowhere and no divisor depends on it.
+    """
+
+    def __init__(self, data: Any, *, collate: Collate | None = None, workers: int = 0) -> None:
+        if workers < 0:
+            raise ValueError(f"expected workers >= 0, got {workers}; 0 loads in this process")
+        source = source_of(data)
+        self._length = len(source)
+        if self._length == 0:
+            raise Refused(
+                "expected at least one record, which tells the structure of a batch, got none; "
+                "load the data before the run starts"
+            )
+        self._fetch = _Fetch(source, collate)
+        # Another process would only copy what is in this one's memory already.
+        self._workers = 0 if isinstance(source, Columns) and collate is None else workers
+        self._empty = _empty_like_first(self._fetch)
+
+    def load(self, positions: Positions) -> Batch:
+        """The batch of these records, in this order; positions without a record are left out.
+
+        Without records it is a batch of none, in the structure, dtypes and shapes of record 0.
+        That record is read for them, and nothing of it is in the batch.
+        """
+        return self._or_empty(self._fetch[self._present(positions)])
+
+    def load_each(self, draws: Iterable[Positions]) -> Iterator[Batch]:
+        """The batches of these draws, in order; with workers the next ones are fetched ahead."""
+        if self._workers == 0:
+            yield from map(self.load, draws)
+            return
+        # A generator of its own: torch's loader would draw the workers' seed from the global one,
+        # and a model's dropout would change with the number of workers.
+        seeds = torch.Generator().manual_seed(torch.initial_seed())
+        lists = (self._present(positions) for positions in draws)
+        # With `batch_size=None` each list of positions counts as one item, and is not collated.
+        fetched: DataLoader[Batch] = DataLoader(
+            self._fetch,
+            batch_size=None,
+            sampler=lists,
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            generator=seeds,
+        )
+        yield from map(self._or_empty, fetched)
+
+    def batches(
+        self, scheme: Scheme, *, num_records: int, steps: range, rng: Rng
+    ) -> Iterator[Batch]:
+        """The batches of these steps, drawn by `scheme` for the plan's public `num_records`."""
+        span = self._span(scheme, num_records)
+        return self.load_each(scheme.draw(span, step=step, rng=rng) for step in steps)
+
+    def _span(self, scheme: Scheme, num_records: int) -> int:
+        """How many positions a batch is drawn from, whether there are records at them or not.
+
+        Where a record may be added or removed, every record takes part: were those beyond the
+        public count left out, removing one would pull another in and move the sum by 2R. Where
+        data sets have one size, it is the public count, and positions without a record are empty.
+        """
+        if Relation.ADD_REMOVE in scheme.relations:
+            return max(num_records, self._length)
+        return num_records
+
+    def _present(self, positions: Positions) -> list[int]:
+        present: list[int] = positions[positions < self._length].tolist()
+        return present
+
+    def _or_empty(self, batch: Batch | None) -> Batch:
+        return self._empty if batch is None else batch
+
+
+class _Fetch(Dataset[Any]):
+    """Batches by lists of positions, in this process or in a worker; None for no positions."""
+
+    def __init__(self, source: Source, collate: Collate | None) -> None:
+        self.source, self.collate = source, collate
+
+    def __getitem__(self, positions: list[int]) -> Batch | None:
+        if not positions:
+            return None
+        if self.collate is None:
+            return self.source.batch(positions)
+        return self.collate(self.source.records(positions))
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _empty_like_first(fetch: _Fetch) -> Batch:
+    """None of record 0, once it is seen that the records are in the first dimension.
+
+    Two sizes are tried: one alone could be that of something else by chance.
+    """
+    with torch.random.fork_rng(devices=[]):  # reading a record may draw its augmentation
+        probes = {size: fetch[[0] * size] for size in (2, 3)}
+    for size, probe in probes.items():
+        leaves = leaves_of(probe)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise Refused(
+                    f"expected a batch of tensors, got a {type(leaf).__name__}; convert it in "
+                    "collate"
+                )
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        if not shapes or any(shape[:1] != (size,) for shape in shapes):
+            raise Refused(
+                "expected a batch of tensors that all have the records in their first dimension, "
+                f"got {f'shapes {shapes}' if shapes else 'no tensor'} for {size} records; move "
+                "them to the front in collate, and let the loss close over what they share"
+            )
+    # Cloned, since a slice would keep the record alive behind it.
+    return map_leaves(lambda x: x[:0].clone(), probes[2])

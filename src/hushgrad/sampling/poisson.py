@@ -1,0 +1,113 @@
+"""Poisson sampling: each record by itself, with or without a largest batch.
+
+Reference: for truncation, https://arxiv.org/abs/2508.15089.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dp_accounting as dp
+import numpy as np
+from scipy import stats
+
+from hushgrad.rng import Rng
+from hushgrad.sampling.draws import Positions, independent, subset
+from hushgrad.sampling.scheme import ANY_RELATION, each_step, require_rate, require_whole
+from hushgrad.types import Refused, Relation
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Each record by itself with probability `rate` (q); batches vary in size and can be empty."""
+
+    rate: float
+    relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+
+    def __post_init__(self) -> None:
+        require_rate(self.rate)
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+        return f"Poisson sampling, q = {self.rate:g}"
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """The positions in the batch of one step.
+
+        >>> Poisson(rate=0.2).draw(12, step=0, rng=Rng.fixed(0))
+        array([ 3,  9, 10])
+        """
+        require_whole("num_records", num_records)
+        return independent(num_records, rate=self.rate, rng=rng.derive("sample", step))
+
+    def expected_batch(self, num_records: int) -> float:
+        """The mean size n·q: the divisor, whatever the size of a batch turns out to be."""
+        return num_records * self.rate
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The Poisson-sampled event; it does not depend on the count."""
+        return dp.PoissonSampledDpEvent(self.rate, event)
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """One Poisson-sampled event for each step."""
+        return each_step(self.amplify(event, num_records=num_records), num_steps)
+
+
+@dataclass(frozen=True)
+class TruncatedPoisson:
+    """Poisson sampling; of a batch above `max_batch` a random subset of that size is kept.
+
+    `num_records` is part of its accounting and must not be below the number of records.
+    Below it, a place without a record is drawn and cut like the others, and adds nothing: given
+    truncation the batches of two neighbours are then within replace-one of each other, which is
+    what dp_accounting's event assumes there.
+    """
+
+    rate: float
+    max_batch: int
+    relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+
+    def __post_init__(self) -> None:
+        require_rate(self.rate)
+        require_whole("max_batch", self.max_batch)
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+        return f"Poisson sampling, q = {self.rate:g}, truncated to {self.max_batch} records"
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """The positions in the batch of one step."""
+        require_whole("num_records", num_records)
+        key = rng.derive("sample", step)
+        drawn = independent(num_records, rate=self.rate, rng=key)
+        if len(drawn) <= self.max_batch:
+            return drawn
+        kept = subset(self.max_batch, num_records=len(drawn), rng=key.derive("truncate"))
+        return np.take(drawn, kept)
+
+    def expected_batch(self, num_records: int) -> float:
+        """The mean size E[min(K, max_batch)], K binomial (n, q)."""
+        most, rate = self.max_batch, self.rate
+        whole = num_records * rate * stats.binom.cdf(most - 1, num_records - 1, rate)
+        return float(whole + most * stats.binom.sf(most, num_records, rate))
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The truncated event, which exists for Gaussian noise only."""
+        if not isinstance(event, dp.GaussianDpEvent):
+            raise Refused(
+                f"expected Gaussian noise on truncated batches, got {event}; sample with "
+                f"Poisson({self.rate:g}), or add Gaussian noise"
+            )
+        return dp.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=num_records,
+            sampling_probability=self.rate,
+            truncated_batch_size=self.max_batch,
+            noise_multiplier=event.noise_multiplier,
+        )
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """One truncated event for each step."""
+        return each_step(self.amplify(event, num_records=num_records), num_steps)

@@ -1,0 +1,94 @@
+"""What a sampling scheme is: it draws the batches of a run and states their amplification.
+
+Reference: PAPERS.md, traps 7 and 8.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import dp_accounting as dp
+
+from hushgrad.rng import Rng
+from hushgrad.sampling.draws import Positions
+from hushgrad.types import Refused, Relation
+
+SMALLEST_RATE = 2.0**-32
+"""Below this the error of 2⁻⁴⁹ in a drawn rate would exceed 2⁻¹⁷ of it."""
+
+ANY_RELATION = frozenset(Relation)
+"""For schemes that treat each record by itself."""
+
+SAME_SIZE = frozenset({Relation.REPLACE_ONE, Relation.ZERO_OUT})
+"""For schemes whose batches depend on the number of records."""
+
+
+@runtime_checkable
+class Sampling(Protocol):
+    """What the accountant needs to know of how batches were sampled."""
+
+    @property
+    def relations(self) -> frozenset[Relation]:
+        """The relations between data sets under which the amplification holds."""
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling."""
+
+    def expected_batch(self, num_records: int) -> float:
+        """The public divisor of a step's sum, from the plan's public record count."""
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The event of one step that runs `event` on one batch."""
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """The event of the steps 0 up to `num_steps`, each running `event` on its batch."""
+
+
+@runtime_checkable
+class Scheme(Sampling, Protocol):
+    """A sampling that this library draws itself.
+
+    `draw` depends on the key, the step and the count alone, so that a resumed run draws the same
+    batches. Positions are ascending: nothing depends on the order in which they were drawn.
+    """
+
+    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
+        """The positions in the batch of one step."""
+
+
+def require_relation(sampling: Sampling, relation: Relation) -> None:
+    """Refuse a relation that the sampling cannot have."""
+    if relation not in sampling.relations:
+        possible = " or ".join(sorted(r.value for r in sampling.relations))
+        raise Refused(
+            f"expected {possible} with {sampling.statement}, got {relation.value}; removing a "
+            "record would change which others share its batch: sample with Poisson(rate), or "
+            f"state the guarantee for {possible}"
+        )
+
+
+def each_step(event: dp.DpEvent, count: int) -> dp.DpEvent:
+    """The event `count` times over."""
+    return dp.SelfComposedDpEvent(event, count)
+
+
+def require_rate(rate: float) -> None:
+    """Refuse what is no sampling rate."""
+    if not SMALLEST_RATE <= rate <= 1:
+        raise ValueError(f"expected 2**-32 <= rate <= 1, got {rate}; pass batch / num_records")
+
+
+def require_whole(name: str, value: int) -> None:
+    """Refuse what is no number of records."""
+    if value != int(value) or value < 1:
+        raise ValueError(f"expected a whole {name} >= 1, got {value}; pass a number of records")
+
+
+def require_batch(batch: int, num_records: int) -> None:
+    """Refuse a batch that has more records than there are."""
+    if batch > num_records:
+        raise ValueError(
+            f"expected batch <= num_records = {num_records}, got {batch}; use FullBatch() to take "
+            "every record at each step"
+        )

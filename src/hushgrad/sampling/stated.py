@@ -1,0 +1,105 @@
+"""A user's own loader, with the user's word for what it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import dp_accounting as dp
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from hushgrad.sampling.fixed import Shuffled
+from hushgrad.sampling.scheme import Scheme
+from hushgrad.types import Batch, Refused, Relation
+
+
+@dataclass(frozen=True)
+class Stated:
+    """Batches from `loader`, accounted as `scheme` because the user says so.
+
+    Guarantees: none of its own; the statement carries "as stated by the user". A torch loader
+    that plainly samples otherwise, such as shuffled batches stated as Poisson, is refused.
+    """
+
+    loader: Iterable[Batch]
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        _require_no_contradiction(self.loader, self.scheme)
+
+    @property
+    def relations(self) -> frozenset[Relation]:
+        """The relations between data sets under which the amplification holds."""
+        return self.scheme.relations
+
+    @property
+    def statement(self) -> str:
+        """The words by which a guarantee names the sampling, and who vouches for it."""
+        return f"{self.scheme.statement}, as stated by the user"
+
+    def expected_batch(self, num_records: int) -> float:
+        """The public divisor of a step's sum, from the plan's public record count."""
+        return self.scheme.expected_batch(num_records)
+
+    def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
+        """The event of one step that runs `event` on one batch."""
+        return self.scheme.amplify(event, num_records=num_records)
+
+    def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
+        """The event of the steps 0 up to `num_steps`, each running `event` on its batch."""
+        return self.scheme.run_event(event, num_records=num_records, num_steps=num_steps)
+
+    def batches(self, *, num_records: int, steps: range) -> Iterator[Batch]:
+        """One batch for each step, going through the loader as often as it takes.
+
+        With shuffled epochs each pass must be one epoch, or a record would come more often than
+        it is accounted for.
+        """
+        epoch = None
+        if isinstance(self.scheme, Shuffled):
+            epoch = self.scheme.steps_per_epoch(num_records)
+            if steps.start % epoch:
+                raise Refused(
+                    f"expected a first step that begins an epoch of {epoch} steps, got "
+                    f"{steps.start}; resume a loader of your own at the end of an epoch"
+                )
+        step, first = steps.start, steps.start
+        while step < steps.stop:
+            first = step
+            for batch in self.loader:
+                yield batch
+                step += 1
+                if step >= steps.stop or step - first == epoch:
+                    break
+            if step == first or (epoch and step < steps.stop and step - first < epoch):
+                raise Refused(
+                    f"expected {f'{epoch} batches' if epoch else 'a batch'} from each pass over "
+                    f"the loader, got {step - first}; pass an iterable that starts anew each time "
+                    "and leaves out no batch"
+                )
+
+
+def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
+    """Refuse a statement that torch's own samplers contradict."""
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return
+    cut, order = loader.batch_sampler, loader.batch_sampler.sampler
+    one_each = isinstance(order, SequentialSampler) or (
+        isinstance(order, RandomSampler) and not order.replacement
+    )
+    if one_each and scheme != Shuffled(cut.batch_size):
+        raise Refused(
+            f"expected the statement Shuffled({cut.batch_size}) for a DataLoader that cuts each "
+            f"epoch into batches of {cut.batch_size}, got {scheme}; state that, or let "
+            "hushgrad sample: pass the data set and the scheme"
+        )
+    if isinstance(order, RandomSampler) and order.replacement:
+        raise Refused(
+            "expected a sampling that can be accounted for, got a DataLoader that draws with "
+            "replacement; pass the data set and a scheme such as Poisson(rate)"
+        )
+    if one_each and cut.drop_last:
+        raise Refused(
+            "expected every batch of an epoch, got a DataLoader with drop_last=True, whose epochs "
+            "are shorter than accounted; leave drop_last out"
+        )

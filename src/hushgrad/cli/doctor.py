@@ -1,4 +1,4 @@
-"""The command line."""
+"""`hushgrad doctor`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ from rich.markup import escape
 from hushgrad.diagnosis import doctor as examine
 from hushgrad.types import Refused
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.callback()
-def hushgrad() -> None:
-    """Train PyTorch models with differential privacy."""
-
-
-@app.command()
 def doctor(
     target: Annotated[
         str, typer.Argument(help="module:function; it returns a model, its loss and a batch")

@@ -1,0 +1,148 @@
+"""The papers' closed forms, each with the conditions under which it is proved.
+
+A form whose condition fails raises `Refused`; it does not return a figure that nobody has proved.
+Multipliers are noise ÷ the bound on one record; where a paper works under replace-one, its σ' is
+half of that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
+from scipy.optimize import minimize_scalar
+from scipy.special import log_ndtr
+
+from hushgrad.types import Refused
+
+_UP = 1 + 1e-9  # the package's root finder stops within 1e-12; this keeps us on the private side
+
+
+def gaussian_delta(noise_multiplier: float, *, epsilon: float) -> float:
+    """Return the exact δ of one Gaussian release, σ = noise ÷ sensitivity.
+
+    Reference: Balle and Wang 2018, Theorem 8.
+
+    >>> f"{gaussian_delta(1.0, epsilon=4.3772):.1e}"
+    '1.0e-05'
+    """
+    mu = 1 / noise_multiplier
+    near, far = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
+    return float(np.exp(near) * -np.expm1(min(far - near, 0.0)))
+
+
+def gaussian_epsilon(noise_multiplier: float, *, delta: float) -> float:
+    """Return the exact ε of one Gaussian release, σ = noise ÷ sensitivity.
+
+    >>> round(gaussian_epsilon(1.0, delta=1e-5), 4)
+    4.3772
+    """
+    return float(get_epsilon_gaussian(noise_multiplier, delta)) * _UP
+
+
+def gaussian_noise_multiplier(epsilon: float, *, delta: float) -> float:
+    """Return the least noise ÷ sensitivity with which one Gaussian release is (ε, δ)-DP."""
+    return float(get_sigma_gaussian(epsilon, delta)) * _UP
+
+
+def gradient_descent_noise_multiplier(epsilon: float, *, delta: float, steps: int) -> float:
+    """Return the multiplier of clipped DP-GD's Theorem 2.2, √(2T log 1/δ)/ε, where it suffices.
+
+    The paper divides by the number of records, which add/remove does not leave public; here noise
+    is on the sum. Its proof gives ε + ε²/(4 log 1/δ), but by the exact mechanism the noise
+    suffices up to ε ≈ 7.97 at δ = 1e-5. Beyond, it is refused.
+    """
+    found = math.sqrt(2 * steps * math.log(1 / delta)) / epsilon
+    real = gaussian_delta(found / math.sqrt(steps), epsilon=epsilon)
+    if real > delta:
+        raise Refused(
+            f"expected an epsilon at which Theorem 2.2 keeps delta {delta}, got {epsilon}, where "
+            f"it gives {real:.2g}; calibrate with the exact mechanism"
+        )
+    return found
+
+
+def sampled_gaussian_rdp(alpha: float, *, rate: float, noise_multiplier: float) -> float:
+    """Return ε(α) of Gaussian noise on a batch drawn without replacement: 3.5 τ² α/σ'².
+
+    Replace-one, so σ' = noise_multiplier / 2.
+
+    Reference: DP-SRM, Lemma 3.7, with its conditions.
+    """
+    variance = (noise_multiplier / 2) ** 2
+    if variance < 0.7:
+        raise Refused(
+            f"expected σ'² = (noise_multiplier/2)² >= 0.7 for Lemma 3.7, got {variance:.3g}; "
+            "use the rdp accountant, or more noise"
+        )
+    if not 1 < alpha <= _largest_alpha(alpha, rate, variance):
+        raise Refused(
+            f"expected 1 < α <= 2σ'² log(1/(τα(1+σ'²)))/3 + 1 for Lemma 3.7, got α = {alpha:.3g}; "
+            "use a smaller α, or the rdp accountant"
+        )
+    return 3.5 * rate**2 * alpha / variance
+
+
+def _largest_alpha(alpha: float, rate: float, variance: float) -> float:
+    return 2 * variance * math.log(1 / (rate * alpha * (1 + variance))) / 3 + 1
+
+
+def sampled_gaussian_epsilon(
+    noise_multiplier: float, *, rate: float, steps: int, delta: float
+) -> float:
+    """Return ε of T steps by Lemmas 3.7 and 3.9 of DP-SRM, at the best order they allow."""
+    variance = (noise_multiplier / 2) ** 2
+    low, high = 1.0, 2.0 + variance * 100
+    for _ in range(100):
+        middle = (low + high) / 2
+        allowed = middle <= _largest_alpha(middle, rate, variance)
+        low, high = (middle, high) if allowed else (low, middle)
+    if low <= 1 + 1e-6:
+        raise Refused(
+            f"expected a rate and noise for which Lemma 3.7 allows an order above 1, got rate "
+            f"{rate} and noise_multiplier {noise_multiplier}; use the rdp accountant"
+        )
+
+    def spent(alpha: float) -> float:
+        rdp = sampled_gaussian_rdp(alpha, rate=rate, noise_multiplier=noise_multiplier)
+        return steps * rdp + math.log(1 / delta) / (alpha - 1)
+
+    best = minimize_scalar(spent, bounds=(1 + 1e-9, low), method="bounded")
+    return float(min(best.fun, spent(low)))
+
+
+def recursive_momentum_noise_multiplier(
+    epsilon: float, *, delta: float, steps: int, records: int, batch: int, beta: float = 0.5
+) -> float:
+    """Return DP-SRM's noise ÷ bound on one record in the sum, by its Theorem 5.1.
+
+    σ² = 14 T α C²/(β n² ε) on the mean, α − 1 = log(1/δ)/((1 − β)ε), with its conditions.
+    """
+    alpha = math.log(1 / delta) / ((1 - beta) * epsilon) + 1
+    found = batch * math.sqrt(14 * steps * alpha / (beta * records**2 * epsilon))
+    sampled_gaussian_rdp(alpha, rate=batch / records, noise_multiplier=found)
+    return found
+
+
+def truncated_rdp(alpha: float, *, rate: float, noise_multiplier: float) -> float:
+    """Return ε(α) <= 7 γ² α/σ² of Gaussian noise on a batch drawn without replacement.
+
+    Replace-one, so σ = noise_multiplier / 2. The paper leaves out that its source needs
+    ρ = 1/(2σ²) <= 0.1, that is σ >= √5.
+
+    Reference: DP-NSGD, Proposition E.3; Bun et al. 2018, Theorem 11.
+    """
+    sigma = noise_multiplier / 2
+    if sigma < math.sqrt(5) or not 0 < rate < 0.1:
+        raise Refused(
+            f"expected noise_multiplier / 2 >= √5 and rate < 0.1 for Proposition E.3, got "
+            f"{sigma:.3g} and {rate:.3g}; use the rdp accountant"
+        )
+    largest = sigma**2 / 2 * math.log(1 / rate)
+    if not 1 < alpha <= largest:
+        raise Refused(
+            f"expected 1 < α <= {largest:.4g} for Proposition E.3, got α = {alpha:.4g}; "
+            "use a smaller α, or the rdp accountant"
+        )
+    return 7 * rate**2 * alpha / sigma**2

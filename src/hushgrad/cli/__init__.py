@@ -1,0 +1,20 @@
+"""The command line: one module for each group of commands."""
+
+from __future__ import annotations
+
+import typer
+
+from hushgrad.cli.accounting import account, plan
+from hushgrad.cli.doctor import doctor
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+"""The command `hushgrad`."""
+
+
+@app.callback()
+def hushgrad() -> None:
+    """Train PyTorch models with differential privacy."""
+
+
+for command in (doctor, account, plan):
+    app.command()(command)

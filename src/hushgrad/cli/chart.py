@@ -1,0 +1,57 @@
+"""A curve in the terminal, and the same in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+Curve = Sequence[tuple[float, float]]
+"""Points (x, y), x going up."""
+
+
+def drawn(curve: Curve, *, width: int = 60, height: int = 10) -> str:
+    """Draw a curve that starts at (0, 0) with characters, its axes labelled.
+
+    >>> print(drawn([(1, 1.0), (2, 2.0)], width=8, height=2))
+           2 ┤    ▁▃▅▇
+           1 ┤▁▃▅▇████
+             └────────
+              0      2
+    """
+    right, top = curve[-1][0], max(y for _, y in curve) or 1.0
+    levels = [_at(curve, (column + 0.5) / width * right) / top * height for column in range(width)]
+    lines = []
+    for row in range(height, 0, -1):
+        cells = "".join(_cell(level - row + 1) for level in levels)
+        label = f"{top * row / height:.3g}" if row in (height, height // 2, 1) else ""
+        lines.append(f"{label:>8} ┤{cells}".rstrip())
+    lines.append(" " * 9 + "└" + "─" * width)
+    lines.append(" " * 10 + "0" + f"{right:g}".rjust(width - 1))
+    return "\n".join(lines)
+
+
+def _cell(filled: float) -> str:
+    return " ▁▂▃▄▅▆▇█"[round(8 * min(max(filled, 0.0), 1.0))]
+
+
+def _at(curve: Curve, x: float) -> float:
+    before = (0.0, 0.0)
+    for point in curve:
+        if point[0] >= x:
+            return before[1] + (point[1] - before[1]) * (x - before[0]) / (point[0] - before[0])
+        before = point
+    return before[1]
+
+
+def saved(curves: dict[str, Curve], path: Path, *, title: str) -> None:
+    """Write the curves, by name, to an image file."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        axes.plot([x for x, _ in curve], [y for _, y in curve], label=name)
+    axes.set(xlabel="steps", ylabel="ε", title=title, xlim=(0, None), ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

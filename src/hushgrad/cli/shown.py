@@ -1,0 +1,87 @@
+"""The accounting commands' answer for a reader: every accountant, every relation, the growth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from hushgrad.accounting import ACCOUNTANTS, Accountant
+from hushgrad.cli.chart import Curve, drawn
+from hushgrad.cli.question import Question
+from hushgrad.types import Refused, Relation
+
+_POINTS = 20
+
+
+def shown(
+    question: Question, accountant: Accountant, spent: float, *, width: int
+) -> Iterator[Table | str]:
+    """Yield what is printed."""
+    batches = question.batches
+    mark = "" if accountant.proves else "≈ "
+    yield (
+        f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
+        f"{question.relation.value}, {batches.sampling.value} sampling"
+    )
+    cut = "" if batches.max_batch is None else f", batches cut at {batches.max_batch}"
+    yield (
+        f"noise multiplier {up(question.noise_multiplier)} (noise ÷ clipping norm), "
+        f"{question.steps} steps, rate {batches.rate:.6g}{cut}"
+    )
+    yield _table(question, accountant, spent)
+    if ACCOUNTANTS["gdp"].supports(question.event, question.relation):
+        yield "≈ an approximation that may under-state ε: never used for a guarantee"
+    yield "– not covered: asking for it says what to use instead"
+    yield f"ε by {accountant.name} as the run goes, had each step been the plan's last:"
+    yield drawn(growth(question, accountant), width=width)
+
+
+def _table(question: Question, accountant: Accountant, spent: float) -> Table:
+    table = Table(
+        title=f"ε of the same noise at δ = {question.delta:g}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("accountant", no_wrap=True)
+    for relation in Relation:
+        table.add_column(relation.value, justify="right", no_wrap=True)
+    for other in ACCOUNTANTS.values():
+        known = {question.relation: spent} if other is accountant else {}
+        cells = [_cell(question, other, relation, known) for relation in Relation]
+        table.add_row(other.name, *cells)
+    return table
+
+
+def _cell(
+    question: Question, accountant: Accountant, relation: Relation, known: dict[Relation, float]
+) -> str:
+    try:
+        spent = known.get(relation)
+        if spent is None:
+            spent = accountant.epsilon(question.event, delta=question.delta, relation=relation)
+    except Refused:
+        return "–"
+    return up(spent) if accountant.proves else f"≈ {up(spent)}"
+
+
+def growth(question: Question, accountant: Accountant) -> Curve:
+    """ε after some of the steps, by the accountant's sketch, which over-states it a little."""
+    points = sorted({max(1, round(question.steps * k / _POINTS)) for k in range(1, _POINTS + 1)})
+    quick, relation = accountant.sketch(), question.relation
+    return [
+        (n, quick.epsilon(question.after(n), delta=question.delta, relation=relation))
+        for n in points
+    ]
+
+
+def up(value: float) -> str:
+    """Write a number with four decimals, rounded up: a guarantee must not be rounded down.
+
+    >>> up(6.76871)
+    '6.7688'
+    """
+    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}" if math.isfinite(value) else "∞"

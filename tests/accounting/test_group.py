@@ -1,0 +1,81 @@
+"""Several records at once: never cheaper than one, and checked against exact cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from hushgrad import Refused, Relation
+from hushgrad.accounting import (
+    GDP,
+    PLD,
+    RDP,
+    PureDpEvent,
+    gaussian,
+    group_epsilon,
+    poisson,
+    repeated,
+    shuffled,
+    truncated_poisson,
+    without_replacement,
+)
+from hushgrad.accounting.closed_forms import gaussian_epsilon
+
+DELTA = 1e-5
+ONE = Relation.REPLACE_ONE
+
+
+def test_noise_on_everything_is_scaled_by_the_group() -> None:
+    found = group_epsilon(gaussian(4.0), size=4, delta=DELTA)
+    assert round(found, 4) == 4.3772
+    assert round(group_epsilon(gaussian(4.0), size=2, delta=DELTA, relation=ONE), 4) == 4.3772
+    passes = repeated(2, shuffled(2, gaussian(8.0)))
+    assert group_epsilon(passes, size=2, delta=DELTA, relation=ONE) == pytest.approx(
+        gaussian_epsilon(1.0, delta=DELTA), rel=1e-6
+    )
+
+
+def test_a_pure_step_is_scaled_by_the_group() -> None:
+    assert group_epsilon(PureDpEvent(0.1), size=5, delta=1e-9) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_group_of_one_is_a_record() -> None:
+    run = repeated(100, poisson(0.01, gaussian(1.0)))
+    assert group_epsilon(run, size=1, delta=DELTA) == PLD.epsilon(run, delta=DELTA)
+
+
+def test_poisson_sampling_counts_how_many_are_drawn() -> None:
+    run = repeated(500, poisson(0.02, gaussian(4.0)))
+    one, two, three = (group_epsilon(run, size=k, delta=DELTA) for k in (1, 2, 3))
+    assert 2 * one < two < three
+    # Drawing the group as a whole would be worse: then all of it is in the batch at once.
+    together = PLD.epsilon(repeated(500, poisson(0.02, gaussian(4.0 / 2))), delta=DELTA)
+    assert two < together * 1.01
+    assert two < group_epsilon(run, size=2, delta=DELTA, accountant=RDP)
+
+
+def test_two_records_at_a_rate_near_one_are_the_exact_mechanism() -> None:
+    found = group_epsilon(poisson(1 - 1e-9, gaussian(2.0)), size=2, delta=DELTA)
+    exact = gaussian_epsilon(1.0, delta=DELTA)
+    assert exact * (1 - 1e-6) <= found <= exact * 1.001
+
+
+def test_the_general_conversion() -> None:
+    run = repeated(100, without_replacement(100, gaussian(8.0), records=10_000))
+    one = RDP.epsilon(run, delta=DELTA, relation=ONE)
+    two = group_epsilon(run, size=2, delta=DELTA, relation=ONE, accountant=RDP)
+    assert two > 2 * one
+    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    assert group_epsilon(cut, size=2, delta=DELTA, relation=ONE) > 0
+
+
+def test_what_a_group_refuses() -> None:
+    run = repeated(100, poisson(0.01, gaussian(1.0)))
+    with pytest.raises(Refused, match="got gdp, which is an approximation"):
+        group_epsilon(run, size=2, delta=DELTA, accountant=GDP)
+    with pytest.raises(ValueError, match="expected size to be a whole number above 0, got 0"):
+        group_epsilon(run, size=0, delta=DELTA)
+    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    with pytest.raises(Refused, match="where the number of records changes; use replace-one"):
+        group_epsilon(cut, size=2, delta=DELTA)
+    with pytest.raises(Refused, match="expected noise that protects 100 records at once, got"):
+        group_epsilon(run, size=100, delta=DELTA, accountant=RDP)

@@ -1,0 +1,221 @@
+"""Every sampling × relation × accountant: the figure, or the refusal with its remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dp_accounting
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    DpEvent,
+    LaplaceDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.dp_event import (
+    RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
+    SampledWithReplacementDpEvent,
+    ZCDpEvent,
+)
+
+from hushgrad import Refused, Relation
+from hushgrad.accounting import (
+    ACCOUNTANTS,
+    PLD,
+    RDP,
+    Accountant,
+    PureDpEvent,
+    gaussian,
+    poisson,
+    repeated,
+    shuffled,
+    truncated_poisson,
+    without_replacement,
+)
+from hushgrad.accounting.closed_forms import gaussian_epsilon
+
+DELTA = 1e-5
+ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
+
+EVENTS: dict[str, DpEvent] = {
+    "full": gaussian(2.0),
+    "poisson": poisson(0.05, gaussian(2.0)),
+    "truncated": truncated_poisson(0.05, gaussian(2.0), max_batch=70, records=1000),
+    "fixed size": without_replacement(50, gaussian(2.0), records=1000),
+    "shuffled": shuffled(3, gaussian(2.0)),
+    "with replacement": SampledWithReplacementDpEvent(1000, 50, gaussian(2.0)),
+    "laplace": LaplaceDpEvent(2.0),
+    "poisson laplace": PoissonSampledDpEvent(0.05, LaplaceDpEvent(2.0)),
+    "pure": PureDpEvent(0.5),
+    "response": RandomizedResponseDpEvent(0.5, 2),
+    "zcdp": ZCDpEvent(0.1),
+    "select": RepeatAndSelectDpEvent(gaussian(2.0), 10, 1),
+}
+# Which accountants cover what: DESIGN.md's table, as tried against dp_accounting 0.6.
+ALL, BOTH = {"pld", "rdp", "gdp", "zcdp"}, {"pld", "rdp"}
+COVERED: dict[str, dict[Relation, set[str]]] = {
+    "full": {ADD: ALL, ONE: ALL, ZERO: ALL},
+    "poisson": {ADD: BOTH | {"gdp"}, ONE: {"pld"}, ZERO: BOTH | {"gdp"}},
+    "truncated": {ADD: {"pld"}, ONE: {"pld"}, ZERO: {"pld"}},
+    "fixed size": {ADD: set(), ONE: {"rdp"}, ZERO: set()},
+    "shuffled": {ADD: set(), ONE: ALL, ZERO: ALL},
+    "with replacement": {ADD: set(), ONE: set(), ZERO: set()},
+    "laplace": {ADD: BOTH | {"zcdp"}, ONE: {"rdp", "zcdp"}, ZERO: BOTH | {"zcdp"}},
+    "poisson laplace": {ADD: {"pld"}, ONE: set(), ZERO: {"pld"}},
+    "pure": {relation: BOTH | {"zcdp"} for relation in Relation},
+    "response": {ADD: set(), ONE: BOTH, ZERO: BOTH},
+    "zcdp": {relation: {"rdp", "zcdp"} for relation in Relation},
+    "select": {relation: {"rdp"} for relation in Relation},
+}
+CASES = [
+    pytest.param(name, relation, accountant, id=f"{name}-{relation.value}-{accountant}")
+    for name in EVENTS
+    for relation in Relation
+    for accountant in ACCOUNTANTS
+]
+
+
+@pytest.mark.parametrize(("name", "relation", "accountant"), CASES)
+def test_what_is_not_covered_is_refused(name: str, relation: Relation, accountant: str) -> None:
+    asked, event = ACCOUNTANTS[accountant], EVENTS[name]
+    covered = accountant in COVERED[name][relation]
+    assert asked.supports(event, relation) is covered
+    run = ComposedDpEvent([SelfComposedDpEvent(event, 2)])
+    assert asked.supports(run, relation) is covered
+    if covered:
+        return
+    with pytest.raises(Refused, match=f"expected what the {accountant} accountant covers") as told:
+        asked.epsilon(run, delta=DELTA, relation=relation)
+    with pytest.raises(Refused):
+        asked.delta(run, epsilon=1.0, relation=relation)
+    remedy = str(told.value).split("; use ")[1]
+    for other in {"pld", "rdp"} & COVERED[name][relation]:
+        assert other in remedy
+    assert f"under {relation.value}, got " in str(told.value)
+
+
+REFUSALS: list[tuple[str, Relation, Accountant, str]] = [
+    ("fixed size", ADD, PLD, "use rdp under replace-one, or Poisson sampling under add-remove"),
+    ("fixed size", ONE, PLD, "use the rdp accountant"),
+    ("fixed size", ZERO, RDP, "use rdp under replace-one, or Poisson sampling under zero-out"),
+    ("poisson", ONE, RDP, "use the pld accountant"),
+    ("truncated", ADD, RDP, "use the pld accountant"),
+    ("laplace", ONE, PLD, "use the rdp accountant"),
+    ("with replacement", ONE, PLD, "use Gaussian noise and Poisson sampling"),
+    ("poisson laplace", ONE, RDP, "use pld under add-remove, or pld under zero-out"),
+]
+
+
+@pytest.mark.parametrize(("name", "relation", "accountant", "remedy"), REFUSALS)
+def test_a_refusal_names_the_remedy(
+    name: str, relation: Relation, accountant: Accountant, remedy: str
+) -> None:
+    with pytest.raises(Refused) as told:
+        accountant.epsilon(EVENTS[name], delta=DELTA, relation=relation)
+    assert str(told.value).endswith(f"; {remedy}")
+
+
+def test_shuffled_batches_are_never_add_remove() -> None:
+    with pytest.raises(Refused, match="got shuffled batches of Gaussian noise; use pld under repl"):
+        PLD.epsilon(EVENTS["shuffled"], delta=DELTA)
+
+
+# --- what the same noise means ---
+
+
+@pytest.mark.parametrize(
+    ("accountant", "relation", "epsilon"),
+    [
+        (PLD, ADD, 1.9931),
+        (PLD, ONE, 4.3772),
+        (PLD, ZERO, 1.9931),
+        (RDP, ADD, 2.1657),
+        (RDP, ONE, 4.7285),
+        (RDP, ZERO, 2.1657),
+    ],
+)
+def test_replace_one_doubles_the_sensitivity_once(
+    accountant: Accountant, relation: Relation, epsilon: float
+) -> None:
+    """noise/C = 2. Forgetting to double says 1.99 or 2.17, doubling twice 9.997."""
+    found = accountant.epsilon(gaussian(2.0), delta=DELTA, relation=relation)
+    assert round(found, 4) == epsilon
+
+
+@pytest.mark.parametrize("accountant", list(ACCOUNTANTS.values()), ids=lambda a: a.name)
+def test_replace_one_is_add_remove_at_half_the_noise(accountant: Accountant) -> None:
+    twice = accountant.epsilon(gaussian(2.0), delta=DELTA, relation=ONE)
+    assert twice == pytest.approx(accountant.epsilon(gaussian(1.0), delta=DELTA), rel=1e-6)
+    passes = accountant.epsilon(shuffled(4, gaussian(4.0)), delta=DELTA, relation=ONE)
+    assert passes == pytest.approx(twice, rel=1e-6)
+    assert passes >= gaussian_epsilon(1.0, delta=DELTA) * (1 - 1e-6)
+
+
+def test_fixed_size_sampling_is_told_noise_over_sensitivity() -> None:
+    package = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
+    ).compose(
+        dp_accounting.SampledWithoutReplacementDpEvent(1000, 50, dp_accounting.GaussianDpEvent(1.0))
+    )
+    found = RDP.epsilon(EVENTS["fixed size"], delta=DELTA, relation=ONE)
+    assert found == pytest.approx(package.get_epsilon(DELTA))
+
+
+def test_a_batch_of_everything_is_full_batch() -> None:
+    whole = without_replacement(1000, gaussian(4.0), records=1000)
+    found = RDP.epsilon(whole, delta=DELTA, relation=ONE)
+    assert found == pytest.approx(RDP.epsilon(gaussian(4.0), delta=DELTA, relation=ONE), rel=1e-6)
+    assert poisson(1.0, gaussian(4.0)) == gaussian(4.0)
+
+
+def test_repeat_and_select_is_told_noise_over_sensitivity() -> None:
+    inner = ComposedDpEvent([SelfComposedDpEvent(gaussian(2.0), 3)])
+    halved = ComposedDpEvent([SelfComposedDpEvent(gaussian(1.0), 3)])
+    one, add = (RepeatAndSelectDpEvent(event, 10, 1) for event in (inner, halved))
+    assert RDP.epsilon(one, delta=DELTA, relation=ONE) == RDP.epsilon(add, delta=DELTA)
+
+
+def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
+    plain = PLD.epsilon(repeated(50, poisson(0.05, gaussian(2.0))), delta=DELTA)
+    found = [
+        PLD.epsilon(
+            repeated(50, truncated_poisson(0.05, gaussian(2.0), max_batch=largest, records=1000)),
+            delta=DELTA,
+        )
+        for largest in (50, 60, 80)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] >= plain * (1 - 1e-6)
+
+
+# --- what makes no event ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gaussian(0.0), "expected noise_multiplier > 0 and finite, got 0.0"),
+        (lambda: gaussian(float("nan")), "expected noise_multiplier > 0 and finite, got nan"),
+        (lambda: poisson(0.0, gaussian(1.0)), "expected 0 < rate <= 1, got 0.0"),
+        (lambda: poisson(2.0, gaussian(1.0)), "expected 0 < rate <= 1, got 2.0"),
+        (lambda: repeated(0, gaussian(1.0)), "expected steps to be a whole number above 0"),
+        (lambda: shuffled(0, gaussian(1.0)), "expected epochs to be a whole number above 0"),
+        (
+            lambda: without_replacement(11, gaussian(1.0), records=10),
+            "expected 1 <= batch <= records, got batch 11 of 10 records",
+        ),
+        (
+            lambda: truncated_poisson(0.1, gaussian(1.0), max_batch=0, records=10),
+            "expected 1 <= batch <= records, got batch 0 of 10 records",
+        ),
+        (
+            lambda: truncated_poisson(0.1, LaplaceDpEvent(1.0), max_batch=5, records=10),
+            "expected Gaussian noise on a truncated Poisson batch, got LaplaceDpEvent",
+        ),
+    ],
+)
+def test_numbers_that_make_no_sense_raise(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

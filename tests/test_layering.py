@@ -19,8 +19,9 @@ STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "aggregate", "noise", "comm"}
 )
 COMPOSERS = frozenset(
-    {"__init__", "step", "plan", "algorithms", "glm", "accounting", "ledger", "audit", "theory"}
-    | {"execution", "diagnosis", "doctor", "batchnorm", "report", "testing", "demo", "cli"}
+    {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
+    | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
+    | {"demo", "cli"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

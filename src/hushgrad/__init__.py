@@ -1,31 +1,37 @@
 """Train PyTorch models with differential privacy.
 
-The way of the data is also the way through the package: `persample` (one gradient for each
-record), `grouping` and `clipping` (how much of it counts), `aggregate` (a sum with a bound), and
-`step`, which puts them in order.
+The way of the data is also the way through the package: `sampling` (which records a step sees),
+`persample` (one gradient for each), `grouping` and `clipping` (how much of it counts), `aggregate`
+(a sum with a bound), `noise` (a release), and `step`, which puts them in order. `accounting` says
+what a `plan` costs, and `train` carries it out.
 """
 
-from hushgrad import clipping, grouping, persample
+from hushgrad import accounting, clipping, grouping, persample, sampling
 from hushgrad.batchnorm import replace_batchnorm
 from hushgrad.clipping import abadi, automatic, normalize
 from hushgrad.diagnosis import doctor
 from hushgrad.execution import Execution, fitting_micro_batch
 from hushgrad.grouping import per_layer, whole
-from hushgrad.persample import check_optimizer, difference, per_sample
+from hushgrad.persample import difference, per_sample
+from hushgrad.plan import Plan, plan
+from hushgrad.rng import Rng
 from hushgrad.step import clipped_sum
-from hushgrad.types import Bounded, PerSample, Refused, Relation
+from hushgrad.training import Run, train
+from hushgrad.types import Bounded, Refused, Relation
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Bounded",
     "Execution",
-    "PerSample",
+    "Plan",
     "Refused",
     "Relation",
+    "Rng",
+    "Run",
     "abadi",
+    "accounting",
     "automatic",
-    "check_optimizer",
     "clipped_sum",
     "clipping",
     "difference",
@@ -36,6 +42,9 @@ __all__ = [
     "per_layer",
     "per_sample",
     "persample",
+    "plan",
     "replace_batchnorm",
+    "sampling",
+    "train",
     "whole",
 ]

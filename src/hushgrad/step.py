@@ -10,11 +10,41 @@ from hushgrad.aggregate import aggregate
 from hushgrad.clipping import Clip, automatic
 from hushgrad.execution import Execution
 from hushgrad.grouping import Grouping, whole
+from hushgrad.noise import release
 from hushgrad.persample import per_sample
-from hushgrad.types import Batch, Bounded, Loss, Params
+from hushgrad.plan import Plan
+from hushgrad.rng import Rng
+from hushgrad.types import Batch, Bounded, Loss, Params, Released
 
 _AUTOMATIC = automatic()
 _PLAIN = Execution()
+
+
+def private_gradient(
+    loss: Loss,
+    params: Params,
+    batch: Batch,
+    *,
+    plan: Plan,
+    step: int,
+    rng: Rng,
+    modules: Sequence[nn.Module] = (),
+    execution: Execution = _PLAIN,
+) -> Released:
+    """The sum of the batch's clipped per-sample gradients, with the plan's noise.
+
+    Guarantees: the noise is added once, whatever the batch, and scaled by the bound on one record.
+    """
+    total = clipped_sum(
+        loss,
+        params,
+        batch,
+        clip=plan.clip,
+        groups=plan.groups,
+        modules=modules,
+        execution=execution,
+    )
+    return release(total, plan.noise, rng=rng, step=step)
 
 
 def clipped_sum(

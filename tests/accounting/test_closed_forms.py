@@ -38,7 +38,7 @@ def test_the_exact_mechanism_inverts_on_the_private_side(noise: float, delta: fl
     assert found == pytest.approx(noise, rel=1e-5)
 
 
-# --- D, Theorem 2.2 (trap 2) ---
+# --- clipped DP gradient descent, Theorem 2.2 ---
 
 
 @pytest.mark.parametrize(("claimed", "true"), [(1.0, 1.63), (3.0, 5.68)])
@@ -105,7 +105,7 @@ def test_theorem_5_1_keeps_its_epsilon() -> None:
         )
 
 
-# --- B, Proposition E.3 (trap 14) ---
+# --- DP-NSGD, Proposition E.3 ---
 
 
 def test_proposition_e_3_is_above_the_package_where_it_is_proved() -> None:

@@ -34,7 +34,7 @@ from hushgrad.accounting import (
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 
 DELTA = 1e-5
-NSGD = {3.6: (1.71, 1.57), 2.0: (3.48, 3.21), 1.2: (7.32, 6.76)}  # PAPERS.md, B
+NSGD = {3.6: (1.71, 1.57), 2.0: (3.48, 3.21), 1.2: (7.32, 6.76)}  # DP-NSGD, section 4
 
 
 @pytest.mark.parametrize(

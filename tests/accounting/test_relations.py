@@ -53,7 +53,7 @@ EVENTS: dict[str, DpEvent] = {
     "zcdp": ZCDpEvent(0.1),
     "select": RepeatAndSelectDpEvent(gaussian(2.0), 10, 1),
 }
-# Which accountants cover what: DESIGN.md's table, as tried against dp_accounting 0.6.
+# Which accountants cover what, as tried against dp_accounting 0.6.
 ALL, BOTH = {"pld", "rdp", "gdp", "zcdp"}, {"pld", "rdp"}
 COVERED: dict[str, dict[Relation, set[str]]] = {
     "full": {ADD: ALL, ONE: ALL, ZERO: ALL},

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from compare import agree, check, expected, private
 from torch import Tensor, nn
 
-from hushgrad import Refused, check_optimizer, replace_batchnorm
-from hushgrad.persample import Form, auto, dense, loop, per_sample, traced
+from hushgrad import Refused, replace_batchnorm
+from hushgrad.persample import Form, auto, check_optimizer, dense, loop, per_sample, traced
 
 FORMS = pytest.mark.parametrize("form", [auto, dense, loop], ids=["auto", "dense", "loop"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hushgrad.cli.accounting import account, plan
+from hushgrad.cli.audit import audit
 from hushgrad.cli.doctor import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -18,3 +19,4 @@ def hushgrad() -> None:
 
 for command in (doctor, account, plan):
     app.command()(command)
+app.add_typer(audit, name="audit")

@@ -1,6 +1,6 @@
 """What a sampling scheme is: it draws the batches of a run and states their amplification.
 
-Reference: PAPERS.md, traps 7 and 8.
+Fixed-size and shuffled batches are re-cut when a record is removed: they are never add/remove.
 """
 
 from __future__ import annotations

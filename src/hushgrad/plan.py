@@ -1,0 +1,128 @@
+"""A plan: everything that a run's guarantee depends on, fixed and public before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dp_accounting import DpEvent
+
+from hushgrad.accounting import PLD, Accountant, Target, least_noise
+from hushgrad.accounting.accountants import require_delta
+from hushgrad.clipping import Clip, automatic
+from hushgrad.grouping import Grouping, whole
+from hushgrad.noise import Noise, gaussian
+from hushgrad.sampling import Poisson, Sampling, require_relation
+from hushgrad.types import Relation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of `steps` steps (T) on `records` (n), and the ε that they cost at `delta`.
+
+    `noise_multiplier` (σ) is noise ÷ the bound on one record. Everything here is public, the number
+    of records too.
+    """
+
+    records: int
+    sampling: Sampling
+    steps: int
+    noise_multiplier: float
+    delta: float
+    relation: Relation = Relation.ADD_REMOVE
+    clip: Clip = field(default_factory=automatic)
+    groups: Grouping = whole
+    accountant: Accountant = PLD
+
+    def __post_init__(self) -> None:
+        require_relation(self.sampling, self.relation)
+        require_delta(self.delta)
+        if self.records < 1 or self.steps < 1:
+            raise ValueError(
+                f"expected records >= 1 and steps >= 1, got {self.records} and {self.steps}; pass "
+                "the public number of records, and how many batches to train on"
+            )
+
+    @property
+    def noise(self) -> Noise:
+        """The noise that is added at each step."""
+        return gaussian(self.noise_multiplier)
+
+    @property
+    def divisor(self) -> float:
+        """The public number that each step's sum is divided by: the expected size of a batch."""
+        return self.sampling.expected_batch(self.records)
+
+    def event(self, steps: int) -> DpEvent:
+        """The first steps of the run, as one event."""
+        return self.sampling.run_event(self.noise.event, num_records=self.records, num_steps=steps)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """What the whole run costs."""
+        return self.epsilon_after(self.steps)
+
+    def epsilon_after(self, steps: int) -> float:
+        """What a run of so many steps would cost, had that been the plan."""
+        if self.noise_multiplier == 0:
+            return math.inf
+        event = self.event(steps)
+        return self.accountant.epsilon(event, delta=self.delta, relation=self.relation)
+
+
+def plan(
+    *,
+    records: int,
+    batch: int,
+    epochs: float,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    sampling: Sampling | None = None,
+    relation: Relation = Relation.ADD_REMOVE,
+    clip: Clip | None = None,
+    groups: Grouping = whole,
+    accountant: Accountant = PLD,
+) -> Plan:
+    """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
+
+    The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
+    threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`.
+
+    >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
+    >>> p.steps, round(p.epsilon, 2)
+    (118, 0.64)
+    """
+    if not 1 <= batch <= records:
+        raise ValueError(
+            f"expected 1 <= batch <= records, got batch {batch} of {records} records; pass a "
+            "smaller batch"
+        )
+    if (epsilon is None) == (noise_multiplier is None):
+        given = "neither" if epsilon is None else "both"
+        raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
+    if not (math.isfinite(epochs) and epochs > 0):
+        raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
+    steps = math.ceil(epochs * records / batch - 1e-9)
+    drawn = Poisson(batch / records) if sampling is None else sampling
+    require_relation(drawn, relation)
+    if noise_multiplier is None:
+        assert epsilon is not None
+        noise_multiplier, _ = least_noise(
+            lambda sigma: drawn.run_event(
+                gaussian(sigma).event, num_records=records, num_steps=steps
+            ),
+            Target(epsilon, delta, relation, accountant),
+        )
+    return Plan(
+        records=records,
+        sampling=drawn,
+        steps=steps,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        relation=relation,
+        clip=automatic() if clip is None else clip,
+        groups=groups,
+        accountant=accountant,
+    )

@@ -245,4 +245,4 @@ def test_a_vector_of_the_wrong_length_is_named() -> None:
 
 
 def test_a_rule_shows_its_name_and_norm() -> None:
-    assert repr(automatic(0.5, 2.0)) == "automatic(gamma=0.5)(clip_norm=2.0)"
+    assert repr(automatic(0.5, 2.0)) == "automatic(gamma=0.5, clip_norm=2.0)"

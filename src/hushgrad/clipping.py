@@ -75,7 +75,9 @@ class Clip:
         return torch.where(usable, weights, 0.0)
 
     def __repr__(self) -> str:
-        return f"{self.name}(clip_norm={self.clip_norm})"
+        name, _, options = self.name.partition("(")
+        own = f"{options.removesuffix(')')}, " if options else ""
+        return f"{name}({own}clip_norm={self.clip_norm})"
 
 
 def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:

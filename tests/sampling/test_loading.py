@@ -257,11 +257,20 @@ def test_a_run_is_drawn_and_resumed(workers: int) -> None:
         assert_same(batch, picked((X, Y), positions))
 
 
-ADDED = [Poisson(0.3), FullBatch(), TruncatedPoisson(0.3, 1000)]
+ADDED = [(scheme, N + more) for scheme in (Poisson(0.3), FullBatch()) for more in (-8, -1, 0, 1, 8)]
+ADDED += [(TruncatedPoisson(0.3, 1000), N + more) for more in (0, 1, 8)]
 
 
-@pytest.mark.parametrize("public", [N - 8, N - 1, N, N + 1, N + 8])
-@pytest.mark.parametrize("scheme", ADDED, ids=str)
+def test_more_records_than_truncation_is_accounted_for_are_refused() -> None:
+    """Its event depends on their number: with more of them ε would be larger than stated."""
+    loader = Loader(torch.arange(N))
+    with pytest.raises(Refused, match=f"got more than {N - 1}; plan for a larger public number"):
+        loader.batches(
+            TruncatedPoisson(0.3, 6), num_records=N - 1, steps=range(1), rng=Rng.fixed(8)
+        )
+
+
+@pytest.mark.parametrize(("scheme", "public"), ADDED, ids=str)
 def test_every_record_takes_part_where_one_may_be_removed(scheme: Scheme, public: int) -> None:
     """Removing the last record takes out that record and pulls none in, at any public count."""
     values = torch.arange(N)

@@ -49,17 +49,15 @@ def noise(
         for name, mechanism in _MECHANISMS.items()
     }
     tails = {name: radii(mechanism, draws=draws) for name, mechanism in _MECHANISMS.items()}
+    for name, tail in tails.items():
+        found[name] |= {"largest radius": tail.largest, "pairs at 0": float(tail.atoms)}
     if as_json:
-        facts = {
-            name: scores | {"largest radius": tails[name].largest, "pairs at 0": tails[name].atoms}
-            for name, scores in found.items()
-        }
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(found))
         return
-    table = Table(title="AUC of each attack", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("noise", *(attack.name for attack in ATTACKS), "largest radius", "pairs at 0"):
-        table.add_column(heading, justify="left" if heading == "noise" else "right")
-    for name, scores in found.items():
-        shown = [f"{score:.2f}" for score in scores.values()]
-        table.add_row(name, *shown, f"{tails[name].largest:.3f}", str(tails[name].atoms))
+    title = "AUC of each attack, and what is left of the tail"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("attack", *found):
+        table.add_column(heading, justify="left" if heading == "attack" else "right")
+    for attack in next(iter(found.values())):
+        table.add_row(attack, *(f"{scores[attack]:.3g}" for scores in found.values()))
     Console().print(table)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions
+from hushgrad.sampling.poisson import TruncatedPoisson
 from hushgrad.sampling.scheme import Scheme
 from hushgrad.sampling.sources import Columns, Source, leaves_of, map_leaves, source_of
 from hushgrad.types import Batch, Refused, Relation
@@ -73,6 +74,12 @@ class Loader:
         self, scheme: Scheme, *, num_records: int, steps: range, rng: Rng
     ) -> Iterator[Batch]:
         """The batches of these steps, drawn by `scheme` for the plan's public `num_records`."""
+        if isinstance(scheme, TruncatedPoisson) and self._length > num_records:
+            raise Refused(
+                "expected at most num_records records with TruncatedPoisson, whose accounting "
+                f"depends on their number, got more than {num_records}; plan for a larger public "
+                "number, or use Poisson"
+            )
         span = self._span(scheme, num_records)
         return self.load_each(scheme.draw(span, step=step, rng=rng) for step in steps)
 

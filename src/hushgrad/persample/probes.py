@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -74,13 +71,19 @@ def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
 _LOUDNESS = (1.0, -30.0, 1e3, 1e6)
 
 
-def beside_loud_records(batch: Batch) -> Iterator[Batch]:
-    """The batch with every second record replaced: by its neighbour, and by ever louder ones."""
-    odd = torch.arange(records.count(batch)) % 2 == 1
+def beside_others(batch: Batch, *, loud: bool) -> Batch:
+    """The batch with every second record replaced by its neighbour, the loud ones multiplied."""
+    count = records.count(batch)
+    odd = torch.arange(count) % 2 == 1
+    factor = torch.tensor(
+        [_LOUDNESS[i // 2 % len(_LOUDNESS)] if loud else 1.0 for i in range(count)]
+    )
 
-    def louder(x: Tensor, factor: float) -> Tensor:
-        other = x.roll(1, 0) * factor if x.is_floating_point() else x.roll(1, 0)
-        return torch.where(odd.to(x.device).view(-1, *[1] * (x.dim() - 1)), other, x)
+    def replaced(x: Tensor) -> Tensor:
+        shape = (-1, *[1] * (x.dim() - 1))
+        other = x.roll(1, 0)
+        if x.is_floating_point():
+            other = other * factor.to(x.device, x.dtype).view(shape)
+        return torch.where(odd.to(x.device).view(shape), other, x)
 
-    for factor in _LOUDNESS:
-        yield records.map_tensors(functools.partial(louder, factor=factor), batch)
+    return records.map_tensors(replaced, batch)

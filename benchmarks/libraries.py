@@ -4,14 +4,19 @@ Every library clips each record's whole gradient to norm `CLIP_NORM` by Abadi's 
 records up, and takes a step of SGD on the sum divided by the batch size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.workloads import Batch, Workload
+
+if TYPE_CHECKING:
+    from hushgrad import Bounded
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -50,28 +55,37 @@ def plain(workload: Workload) -> Callable[[], None]:
 
 
 class Hushgrad:
-    """This library. It cannot add noise yet."""
+    """This library."""
 
     def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
         import hushgrad as hg
+        from hushgrad.noise import gaussian
 
-        if noise_multiplier:
-            raise NotImplementedError("noise")
         self.hg, self.workload = hg, workload
+        self.noise, self.rng, self.steps = gaussian(noise_multiplier), hg.Rng.from_os(), 0
         self.params = trainable(workload.model)
         self.optimizer = sgd(workload.model)
 
-    def clipped_sum(self) -> dict[str, Tensor]:
+    def bounded(self) -> Bounded:
+        """The clipped sum with its bound."""
         model, loss, batch = self.workload
         clip = self.hg.abadi(CLIP_NORM)
-        return self.hg.clipped_sum(
-            loss, self.params, batch, clip=clip, groups=self.hg.whole, modules=(model,)
-        ).sum
+        return self.hg.clipped_sum(loss, self.params, batch, clip=clip, modules=(model,))
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        return self.bounded().sum
 
     def step(self) -> None:
+        from hushgrad.noise import release
+
+        total = self.bounded()
+        values = total.sum
+        if self.noise.noise_multiplier:
+            values = release(total, self.noise, rng=self.rng, step=self.steps).values
+        self.steps += 1
         batch_size = len(self.workload.batch[0])
-        for name, total in self.clipped_sum().items():
-            self.params[name].grad = total / batch_size
+        for name, value in values.items():
+            self.params[name].grad = (value / batch_size).to(self.params[name].dtype)
         self.optimizer.step()
 
 
@@ -192,4 +206,3 @@ LIBRARIES: dict[str, Callable[..., Private]] = {
     "opacus-ghost": OpacusGhost,
     "vmap": Vmap,
 }
-WITHOUT_NOISE = frozenset({"hushgrad"})

@@ -62,7 +62,8 @@ def convolution_factor(
         sketch = Outer(x.new_empty(1).expand(batch, positions, columns), _as_rows(gradient))
         cost = costs((sketch,), (out, columns))
         patches_fit = batch * positions * columns <= 4 * x.numel()
-        if cost["Gram"][0] < cost["materialised"][0] and patches_fit:
+        # To cut out the patches costs about as much again as the products of their rows.
+        if 2 * cost["Gram"][0] < cost["materialised"][0] and patches_fit:
             return Outer(_patches(x, geometry), _as_rows(gradient))
     return Dense(_materialise(x, gradient, geometry))
 

@@ -398,6 +398,25 @@ def test_an_array_in_the_batch_is_refused() -> None:
         per_sample(lambda b: layer(b["x"])[:, 0], private(layer), batch)
 
 
+@pytest.mark.parametrize("use", ["norms", "sums", "scaled", "added"])
+def test_a_batch_that_is_written_before_its_gradients_are_used(use: str) -> None:
+    """A loader may reuse its buffer: norms of one batch would clip another."""
+    layer, batch = nn.Linear(4, 3), torch.randn(8, 4)
+    found = per_sample(lambda x: layer(x).square().sum(1), private(layer), batch)
+    if use != "norms":
+        found.sq_norms()
+    batch.mul_(1000)
+    ones = dict.fromkeys(private(layer), torch.ones(8, dtype=torch.float64))
+    uses = {
+        "norms": found.sq_norms,
+        "sums": lambda: found.weighted_sum(ones),
+        "scaled": lambda: 2.0 * found,
+        "added": lambda: found + found,
+    }
+    with pytest.raises(Refused, match="was written after its gradients were taken"):
+        uses[use]()
+
+
 # --- what should work ---
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
 from hushgrad.persample.settled import Gradient, settle
-from hushgrad.types import Params
+from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
 Factors = Mapping[str, Mapping[Key, Factor]]
@@ -32,6 +32,7 @@ class Gradients:
         self.factors, self._params = factors, params
         self._losses, self._padded = losses, padded
         self.form = ""  # the form that they were taken in, where there is one
+        self._versions = _versions(self.held())
 
     @property
     def losses(self) -> Float[Tensor, " batch"]:
@@ -52,9 +53,18 @@ class Gradients:
                 if uses
             }
 
+    def require_unwritten(self) -> None:
+        """Refuse to go on if a factor was written: it may be a view of the caller's batch."""
+        if _versions(self.held()) != self._versions:
+            raise Refused(
+                "the batch, or a tensor made from it, was written after its gradients were taken, "
+                "so norms and sums would differ; use the gradients first, or pass a copy"
+            )
+
     @cached_property
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
+        self.require_unwritten()
         with torch.no_grad(), exact_products(self._losses.device):
             none = torch.zeros(self.batch, dtype=torch.float64, device=self._losses.device)
             squares = dict.fromkeys(self._params, Square(none, none))
@@ -66,6 +76,7 @@ class Gradients:
         return {name: square.upper for name, square in self.squares.items()}
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
+        self.require_unwritten()
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
             # Padding counts too: a copy may have drawn what makes it infinite.
@@ -85,6 +96,7 @@ class Gradients:
         return [x for uses in self.factors.values() for f in uses.values() for x in f.parts]
 
     def _each(self, function: Callable[[Factor], Factor]) -> Factors:
+        self.require_unwritten()
         return {
             name: {key: function(factor) for key, factor in uses.items()}
             for name, uses in self.factors.items()
@@ -111,6 +123,10 @@ class Gradients:
     def __rmul__(self, factor: float) -> Gradients:
         scaled = self._each(lambda x: x.scaled(factor))
         return Gradients(scaled, self._params, self._losses, self._padded)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def difference(new: Gradients, old: Gradients) -> Gradients:
@@ -164,6 +180,8 @@ def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Factor]:
 
 def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradients]:
     """Both without padding, unless they have the same."""
+    one.require_unwritten()
+    other.require_unwritten()
     if one.batch != other.batch or one._params.keys() != other._params.keys():
         raise ValueError(
             f"expected gradients of the same records and parameters, got {one.batch} and "

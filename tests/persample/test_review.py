@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hushgrad import Refused, clipped_sum
 from hushgrad.clipping import automatic, normalize
-from hushgrad.persample import loop, per_sample, traced
+from hushgrad.persample import certificate_for, loop, per_sample, traced
 from hushgrad.persample.factors import OneHot, Outer
 from hushgrad.persample.neutral import WithoutRandomness
 from hushgrad.persample.settled import costs
@@ -270,6 +270,21 @@ def test_the_form_of_a_gradient_does_not_depend_on_the_batch(t: int, d: int) -> 
         cost = costs((Outer(a, a),), (d, d))
         forms.add(min(cost, key=lambda form: cost[form][0]))
     assert len(forms) == 1
+
+
+def test_padding_is_wide_enough_for_the_kernels_of_the_model() -> None:
+    """The end of a tensor is computed by other code: 8 records of 3 features are nothing else."""
+    weight, batch = nn.Parameter(torch.ones(3)), torch.randn(9, 3)
+    values = torch.randn(4096, 3)
+    by_eights = torch.cat([F.softplus(part) for part in values.split(8)])
+    certificate = certificate_for(
+        lambda x: (F.softplus(x) * weight).sum(1), {"weight": weight}, batch
+    )
+    if torch.equal(by_eights, F.softplus(values)):
+        pytest.skip("on this processor the kernel ends as it begins")
+    assert certificate.multiple > 8
+    plain = certificate_for(lambda x: (x * weight).sum(1), {"weight": weight}, batch)
+    assert plain.multiple == 8
 
 
 def test_a_factor_that_its_weight_would_overflow() -> None:

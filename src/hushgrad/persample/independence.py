@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hushgrad.persample.neutral import WithoutRandomness
 from hushgrad.persample.oracle import Evidence, Oracle, consult
-from hushgrad.persample.probes import beside_others
-from hushgrad.persample.records import MULTIPLE, padded_size
+from hushgrad.persample.probes import beside_others, variations
+from hushgrad.persample.records import MULTIPLE, cut, padded_size
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import same_bits
@@ -82,21 +82,32 @@ def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
 def multiple_for(subject: Subject, oracle: Oracle, size: int) -> int:
     """The least multiple of records, up to 32, at which a record keeps its bits in any batch.
 
-    Vectorised kernels treat the end of a tensor by other code, so it depends on the model's shapes.
+    Vectorised kernels treat the end of a tensor by other code, so it depends on the model's shapes,
+    and shows in some values only: many variations of the records are tried.
     """
     for multiple in _MULTIPLES[:-1]:
-        if _keeps_bits(subject, oracle, {multiple, 2 * multiple, padded_size(size, multiple)}):
+        whole = padded_size(3 * MULTIPLE, multiple)
+        many = _accepted(subject, oracle, whole)
+        parts = [cut(many, i, i + multiple) for i in range(0, whole, multiple)]
+        found = torch.cat([_losses(subject, oracle, part, multiple) for part in parts])
+        padded = padded_size(size, multiple)
+        in_turn = _losses(subject, oracle, oracle.probe(padded), padded)
+        alone = _losses(subject, oracle, oracle.probe(multiple), multiple)[: oracle.count]
+        if same_bits(found, _losses(subject, oracle, many, whole)) and all(
+            same_bits(x, alone[: len(x)]) for x in in_turn.split(oracle.count)
+        ):
             return multiple
     return _MULTIPLES[-1]
 
 
-def _keeps_bits(subject: Subject, oracle: Oracle, sizes: set[int]) -> bool:
-    """Does each record have one loss, to the bit, wherever it stands in batches of these sizes?"""
-    found: list[Tensor] = []
-    for size in sizes:
-        losses = _losses(subject, oracle, oracle.probe(size), size)
-        found += losses.split(oracle.count)
-    return all(same_bits(x, found[0][: len(x)]) for x in found)
+def _accepted(subject: Subject, oracle: Oracle, count: int) -> Batch:
+    """Variations of the oracle's records, or those themselves if the loss takes no others."""
+    many = variations(oracle.probe(count))
+    try:
+        _losses(subject, oracle, many, count)
+    except Exception:
+        return oracle.probe(count)
+    return many
 
 
 def _mixed(otherwise: str, size: int) -> Refused:

@@ -40,6 +40,12 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     return records.map_tensors(lambda x: torch.cat([x, next(parts)]), records.take(chosen, known))
 
 
+def variations(batch: Batch) -> Batch:
+    """Every record a little different from what it is; some may be none that the loss accepts."""
+    generator = torch.Generator().manual_seed(0)
+    return records.map_tensors(lambda x: _vary(x, generator), batch)
+
+
 def own_records(batch: Batch, size: int, most: int = 4) -> Batch:
     """A few of the batch's own records, alike or not."""
     return records.take(batch, [i % size for i in range(most)])

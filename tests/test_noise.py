@@ -66,6 +66,13 @@ def test_noise_has_the_stated_scale_in_every_tensor(sigma: float, l2: float) -> 
         assert_scale(found[name], sigma * l2)
 
 
+def test_noise_that_is_one_percent_off_is_seen() -> None:
+    """Two million draws tell the scale to 0.05 %."""
+    total = Bounded({"w": torch.zeros(1 << 21)}, l2=0.4)
+    spread = released(total, sigma=1.5).values["w"].square().mean().sqrt().item()
+    assert spread == pytest.approx(1.5 * 0.4, rel=0.003)
+
+
 def test_noise_has_the_stated_scale_at_every_step_of_one_entry() -> None:
     total = bounded()
     found = [released(total, step=step).values["scale"].item() for step in range(800)]

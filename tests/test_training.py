@@ -259,6 +259,18 @@ def test_the_guarantee_names_what_it_rests_on() -> None:
     assert run.guarantee.epsilon == plan.epsilon
 
 
+@pytest.mark.parametrize("sampling", [Poisson(0.1), FullBatch(), Poisson(0.02)], ids=str)
+def test_the_batches_are_those_that_the_accounted_scheme_draws(sampling) -> None:
+    plan = small_plan(sampling=sampling)
+    x, _ = data()
+    own = Rng.fixed(0).derive("run")
+    for step, batch in enumerate(started(model(), plan)):
+        assert torch.equal(batch[0], x[plan.sampling.draw(RECORDS, step=step, rng=own)])
+    assert plan.event(1) == dp_accounting.SelfComposedDpEvent(
+        sampling.amplify(dp_accounting.GaussianDpEvent(1.0), num_records=RECORDS), 1
+    )
+
+
 def test_two_runs_from_one_key_do_not_share_their_draws() -> None:
     rng, drawn = Rng.from_os(), []
     for _ in range(2):

@@ -105,7 +105,7 @@ def _accepted(subject: Subject, oracle: Oracle, count: int) -> Batch:
     many = variations(oracle.probe(count))
     try:
         _losses(subject, oracle, many, count)
-    except Exception:
+    except Exception:  # a variation was no record to it
         return oracle.probe(count)
     return many
 

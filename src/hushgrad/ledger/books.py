@@ -11,7 +11,7 @@ from typing import Any
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.file import File
-from hushgrad.ledger.records import Account, loaded, remember, sealed
+from hushgrad.ledger.records import Account, figure, loaded, remember, salt, sealed
 from hushgrad.ledger.rules import Amounts, Rule, total
 from hushgrad.types import Refused, Relation
 
@@ -32,7 +32,7 @@ class Ledger:
     def salt(self) -> bytes:
         """Random bytes of this ledger, by which to key the fingerprint of a data set."""
         with self._file.reading() as connection:
-            return bytes(connection.execute("SELECT salt FROM meta").fetchone()[0])
+            return salt(connection)
 
     def set_budget(
         self,
@@ -40,38 +40,39 @@ class Ledger:
         *,
         epsilon: float,
         delta: float,
-        relation: Relation = Relation.ADD_REMOVE,
+        relation: Relation | None = None,
         rule: Rule | None = None,
     ) -> Budget:
         """Set what may be spent on a data set, or change it; changes are kept in the history.
 
-        The filter `rule` (`total()` if left out) and the relation stay as they are once a run was
-        charged, and the budget cannot be set below what is spent. With `epsilon=math.inf` and
-        `delta=1` nothing is refused, and everything is remembered.
+        Relation and filter, if left out, stay as they are; a new budget has add/remove and
+        `total()`. They cannot change once a run was charged, and the budget cannot be set below
+        what is spent. With `epsilon=math.inf` and `delta=1` nothing is refused, and everything is
+        remembered.
         """
-        _require_budget(name, epsilon, delta)
-        chosen = total() if rule is None else rule
-        limit = chosen.limit(epsilon, delta)
+        require_budget(name, epsilon=epsilon, delta=delta)
         with self._file.writing() as connection:
-            known = connection.execute("SELECT 1 FROM budgets WHERE name = ?", (name,)).fetchone()
-            if known:
+            asked = "SELECT 1 FROM budgets WHERE name = ?"
+            account = None
+            if connection.execute(asked, (name,)).fetchone():
                 account = loaded(connection, name, self.path)
-                if account.rows:
-                    _require_same(name, "filter", account.rule.spelled, chosen.spelled)
-                    _require_same(name, "relation", account.relation.value, relation.value)
-                    _require_enough(account, limit)
-                old = f" in place of ({account.epsilon:.6g}, {account.delta:.6g})"
-            row = (epsilon, delta, relation.value, chosen.name, chosen.order, name)
+            chosen = rule or (account.rule if account else total())
+            between = relation or (account.relation if account else Relation.ADD_REMOVE)
+            limit = chosen.limit(epsilon, delta)
+            instead = ""
+            if account is None:
+                asked = "INSERT INTO budgets VALUES (?, 1, 1, '', '', 0, '', '')"
+                connection.execute(asked, (name,))
+            else:
+                _require_unchanged(account, chosen, between, limit)
+                instead = f" in place of ({account.epsilon:.6g}, {account.delta:.6g})"
             connection.execute(
                 "UPDATE budgets SET epsilon = ?, delta = ?, relation = ?, rule = ?, alpha = ? "
-                "WHERE name = ?"
-                if known
-                else "INSERT INTO budgets (epsilon, delta, relation, rule, alpha, name, "
-                "fingerprint, seal) VALUES (?, ?, ?, ?, ?, ?, '', '')",
-                row,
+                "WHERE name = ?",
+                (epsilon, delta, between.value, chosen.name, chosen.order, name),
             )
-            what = f"budget set to ({epsilon:.6g}, {delta:.6g})-DP{old if known else ''}"
-            remember(connection, name, None, f"{what}, {relation.value}, filter {chosen.spelled}")
+            what = f"budget set to ({epsilon:.6g}, {delta:.6g})-DP{instead}"
+            remember(connection, name, None, f"{what}, {between.value}, filter {chosen.spelled}")
             sealed(connection, name)
         return Budget(self._file, name)
 
@@ -118,8 +119,9 @@ class Ledger:
         return f"Ledger({str(self.path)!r})"
 
 
-def _require_budget(name: str, epsilon: float, delta: float) -> None:
-    if not name.strip() or name != name.strip() or not name.isprintable():
+def require_budget(name: str, *, epsilon: float, delta: float) -> None:
+    """Raise for what is no name or no budget."""
+    if not name or name != name.strip() or not name.isprintable():
         raise ValueError(f"expected the name of a data set, got {name!r}; a word will do")
     if not epsilon > 0:
         raise ValueError(f"expected epsilon > 0, got {epsilon}; 1 to 8 is usual")
@@ -127,18 +129,19 @@ def _require_budget(name: str, epsilon: float, delta: float) -> None:
         require_delta(delta)
 
 
-def _require_same(name: str, what: str, expected: str, got: str) -> None:
-    if expected != got:
+def _require_unchanged(account: Account, rule: Rule, relation: Relation, limit: Amounts) -> None:
+    if not account.rows:
+        return
+    old, new = (account.rule.spelled, account.relation.value), (rule.spelled, relation.value)
+    if old != new:
         raise Refused(
-            f"expected the {what} {expected}, by which runs on {name} were charged, got {got}; "
-            "keep it: a filter holds only if it is chosen before the runs"
+            f"expected the filter {old[0]} under {old[1]}, by which runs on {account.name} were "
+            f"charged, got {new[0]} under {new[1]}; keep it: a filter holds only if it is chosen "
+            "before the runs"
         )
-
-
-def _require_enough(account: Account, limit: Amounts) -> None:
-    for unit, spent, most in zip(account.rule.units, account.spent, limit, strict=True):
+    for unit, spent, most in zip(rule.units, account.spent, limit, strict=True):
         if spent > most:
             raise Refused(
-                f"expected a budget of at least what is spent, {spent:.6g} of {unit}, got "
-                f"{most:.6g}; what was released cannot be taken back"
+                f"expected a budget of at least what is spent, {figure(spent, up=True)} of {unit}, "
+                f"got {figure(most)}; what was released cannot be taken back"
             )

@@ -19,6 +19,7 @@ from hushgrad.ledger.records import (
     loaded,
     now,
     remember,
+    salt,
     sealed,
 )
 from hushgrad.ledger.rules import Rule
@@ -40,6 +41,12 @@ class Budget:
         """The budget with all its runs and charges, as they are now."""
         with self._file.reading() as connection:
             return loaded(connection, self.name, self._file.path)
+
+    @property
+    def salt(self) -> bytes:
+        """Random bytes of the ledger, by which to key the fingerprint of a data set."""
+        with self._file.reading() as connection:
+            return salt(connection)
 
     @property
     def epsilon(self) -> float:

@@ -64,6 +64,11 @@ class Entry:
         """Reserve: the steps below `upto` may be released once this has returned."""
         with self._holding() as connection:
             row = _found(loaded(connection, self._budget, self._file.path), self.id)
+            if upto > row.position and row.settled is not None:
+                raise Refused(
+                    f"expected a run that goes on, got {self.id}, which was settled at "
+                    f"{row.settled} with {row.position} steps paid for; start another run"
+                )
             self._update(connection, "position = ?", max(upto, row.position))
             sealed(connection, self._budget)
 
@@ -103,7 +108,6 @@ class Entry:
             raise ValueError(f"expected a reason for the charge, got {reason!r}; say it in words")
         with self._file.writing() as connection:
             account = loaded(connection, self._budget, self._file.path)
-            self._require_open(_found(account, self.id))
             cost = account.cost(spend)
             account.require_room(cost)
             add_charge(connection, self.id, spend, cost, reason=reason)
@@ -117,7 +121,8 @@ class Entry:
         Under `total` the plan's cost stays, unless nothing was ever reserved. Under `renyi` the
         cost becomes that of `event`, or of as many steps as may have been released: those that
         were noted, and those reserved before this process took over. Where that cannot be told
-        from `event`, or `event` is None, the plan's cost stays. A settled run stays as it is.
+        from `event`, or `event` is None, the plan's cost stays. A settled run stays as it is: its
+        steps may be replayed, and no more may be reserved.
         """
         if self._row().settled is not None:
             return
@@ -133,6 +138,8 @@ class Entry:
             least = max(steps, row.floor, self._noted(connection))
             cost = _settled_cost(account, row, plan, done=_done(event, steps, least))
             if cost != plan.cost:
+                # Only what is still paid for may be replayed.
+                self._update(connection, "position = ?", least)
                 connection.execute(
                     "UPDATE charges SET cost = ? WHERE number = ?", (as_text(cost), plan.number)
                 )
@@ -160,7 +167,6 @@ class Entry:
             self._take_over()
         with self._file.writing(durable=durable) as connection:
             row = _row(connection, self.id)
-            self._require_open(row)
             if row.holder != self._holder:
                 raise Refused(
                     f"expected to be the only process that carries on the run {self.id}, got "
@@ -172,7 +178,6 @@ class Entry:
         holder = secrets.token_hex(8)
         with self._file.writing() as connection:
             row = _found(loaded(connection, self._budget, self._file.path), self.id)
-            self._require_open(row)
             doubt = row.doubt if row.boot == boot() else row.position
             changes = "holder = ?, floor = ?, doubt = ?, boot = ?"
             self._update(connection, changes, holder, row.position, doubt, boot())
@@ -181,13 +186,6 @@ class Entry:
 
     def _update(self, connection: sqlite3.Connection, changes: str, *values: int | str) -> None:
         connection.execute(f"UPDATE entries SET {changes} WHERE id = ?", (*values, self.id))
-
-    def _require_open(self, row: Row) -> None:
-        if row.settled is not None:
-            raise Refused(
-                f"expected a run that goes on, got {self.id}, which was settled at {row.settled}; "
-                "start another run"
-            )
 
 
 @functools.cache

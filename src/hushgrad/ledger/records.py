@@ -11,6 +11,7 @@ import math
 import sqlite3
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,9 @@ class Account:
             return
         first = self.rule.units.index(over[0])
         raise Refused(
-            f"expected at most {self.left[first]:.6g} of {over[0]}, which is what the budget "
-            f"{self.name} has left of {self.limit[first]:.6g}, got {cost[first]:.6g}; plan for "
-            "what is left, or raise the budget"
+            f"expected at most {figure(self.left[first])} of {over[0]}, which is what the budget "
+            f"{self.name} has left of {self.limit[first]:.6g}, got {figure(cost[first], up=True)}; "
+            "plan for what is left, or raise the budget"
         )
 
 
@@ -145,7 +146,7 @@ def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
     if _seal(connection, name) != found[-1]:
         raise damaged(path, f"other records of {name} than were written")
     epsilon, delta, relation, rule, order, fingerprint = found[1:7]
-    charges = tuple(Charge(*fields, _amounts(cost)) for *fields, cost in _charges(connection, name))
+    charges = tuple(Charge(*(*row[:-1], _amounts(row[-1]))) for row in _charges(connection, name))
     return Account(
         name,
         epsilon,
@@ -210,6 +211,22 @@ def remember(connection: sqlite3.Connection, name: str, entry: str | None, what:
         "INSERT INTO history (at, budget, entry, what) VALUES (?, ?, ?, ?)",
         (now(), name, entry, what),
     )
+
+
+def salt(connection: sqlite3.Connection) -> bytes:
+    """The ledger's random bytes."""
+    return bytes(connection.execute("SELECT salt FROM meta").fetchone()[0])
+
+
+def figure(value: float, *, up: bool = False) -> str:
+    """A number in six digits, rounded down, or up: what is left must not be over-stated.
+
+    >>> figure(0.8399999999999999), figure(0.84), figure(1 / 3, up=True)
+    ('0.839999', '0.84', '0.333334')
+    """
+    rounding = ROUND_CEILING if up else ROUND_FLOOR
+    exact = Decimal(repr(value))
+    return f"{float(Context(prec=6, rounding=rounding).create_decimal(exact)):.6g}"
 
 
 def as_text(cost: Amounts) -> str:

@@ -43,7 +43,7 @@ class Rule:
     @property
     def spelled(self) -> str:
         """The filter in words, with its order."""
-        return self.name if self.order is None else f"{self.name} at order {self.order:.17g}"
+        return self.name if self.order is None else f"{self.name} at order {self.order}"
 
     def __repr__(self) -> str:
         return f"{self.name}({'' if self.order is None else self.order})"

@@ -18,16 +18,26 @@ ATTRIBUTES = 14
 at most √14, whatever the records are."""
 
 
+TUNED = "batch, epochs and rate chosen by five runs on this public data set"
+
+
 def automatic(*, data: Path | None = None, seed: int = 0, epsilon: float = 0.5) -> Recipe:
-    """AUTO-S at R = 1, on rows of norm at most 1."""
-    settings = Settings(clip=hg.automatic(), batch=1024, epochs=10, lr=0.5)
+    """AUTO-S at R = 1.
+
+    It classifies well, but its scores are no log-odds: on a linear model AUTO-S descends another
+    convex loss than the logistic one.
+    """
+    settings = Settings(clip=hg.automatic(), batch=1024, epochs=10, lr=2.0)
     return classifier(
-        logistic,
-        scaled(a9a(data)),
-        settings,
-        epsilon=epsilon,
-        seed=seed,
-        notes=("batch, epochs and rate chosen by a few runs on this public data set",),
+        logistic, scaled(a9a(data)), settings, epsilon=epsilon, seed=seed, notes=(TUNED,)
+    )
+
+
+def abadi(*, data: Path | None = None, seed: int = 0, epsilon: float = 0.5) -> Recipe:
+    """Abadi's rule at R = 1, which clips few gradients of rows this short: the loss stays low."""
+    settings = Settings(clip=hg.abadi(1.0), batch=1024, epochs=10, lr=1.0)
+    return classifier(
+        logistic, scaled(a9a(data)), settings, epsilon=epsilon, seed=seed, notes=(TUNED,)
     )
 
 

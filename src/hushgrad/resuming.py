@@ -143,13 +143,15 @@ def remembered(
     if budget is not None:
         refuse_reproducible(rng)
     _require_folder(folder, resume)
-    if budget is None and folder is None:
-        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    account = budget or own_budget(folder, plan.relation)
-    if resume:
-        return _resumed(plan, rng, account, folder, keep, fingerprint)
+        account = budget or own_budget(folder, plan.relation)
+        if resume:
+            return _resumed(plan, rng, account, folder, keep, fingerprint)
+    elif budget is not None:
+        account = budget
+    else:
+        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     own = _own(rng)
     if folder is not None:
         (folder / KEY).unlink(missing_ok=True)  # of a run that never began
@@ -175,6 +177,11 @@ def _resumed(
             "pass the same keep= as before"
         )
     entry = account.entry(saved["entry"])
+    if entry.settled:
+        raise Refused(
+            f"expected a run that goes on, got the one in {folder}, which is over; start another "
+            "run in a folder of its own"
+        )
     file = folder / KEY
     own = Rng.read(file) if file.exists() else _own(rng)
     if not file.exists():

@@ -39,20 +39,21 @@ CASES = [
 Make = Callable[[nn.Module], Optimizer]
 
 
-class SharedNoise(Rng):
-    """Draws that do not depend on the sums, so that two runs can share their noise.
+class SharedDraws(Rng):
+    """Draws that depend neither on the sums nor on the plan, so that two runs can share them.
 
-    The library draws fresh noise for every other sum, which it must, and which no pair of runs with
-    different R would survive. The theorems are about one noise, scaled.
+    The library draws other batches for every other plan and fresh noise for every other sum, as it
+    must. The theorems are about the same batches, and one noise that is scaled.
     """
 
     def derive(self, *labels: Label) -> Rng:
-        public = [label for label in labels if not isinstance(label, bytes)]
-        return SharedNoise(super().derive(*public)._key, reproducible=True)
+        purpose, *rest = labels
+        kept = [] if purpose == "sampling" else [x for x in rest if not isinstance(x, bytes)]
+        return SharedDraws(super().derive(purpose, *kept)._key, reproducible=True)
 
 
 def shared(seed: int = 0) -> Rng:
-    return SharedNoise(bytes([seed]) * 32, reproducible=True)
+    return SharedDraws(bytes([seed]) * 32, reproducible=True)
 
 
 def data() -> tuple[Tensor, Tensor]:

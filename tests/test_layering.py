@@ -23,7 +23,7 @@ STAGES = frozenset(
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "augmentation", "books", "resuming"}
+    | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

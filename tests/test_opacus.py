@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 RECORDS, BATCH = 64, 16
+PAGE = Path(__file__).parents[1] / "docs" / "from-opacus.md"
 NORMS = (0.5, 0.1, 0.3, 0.2)  # a clipping norm for each parameter
+SEEDS = range(20)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -57,7 +61,7 @@ def by_opacus(
     """The gradient that Opacus hands to the optimizer in its first step."""
     net = model()
     flat = isinstance(norm, float)
-    with warnings.catch_warnings(), torch.random.fork_rng():
+    with torch.random.fork_rng():
         torch.manual_seed(seed)  # its sampling
         private, optimizer, loader = opacus.PrivacyEngine().make_private(
             module=net,
@@ -147,9 +151,6 @@ def test_a_noise_multiplier_is_the_same_noise(per_tensor: bool) -> None:
             assert stats.kstest(noise, stats.norm(scale=wrong * scale).cdf).pvalue < 1e-6
 
 
-SEEDS = range(20)
-
-
 def test_updates_have_the_same_distribution() -> None:
     """Each entry's updates over seeds, less what both have without noise."""
     sigma, norm = 1.0, 0.5
@@ -229,17 +230,31 @@ def test_the_page_on_migration_says_what_the_rate_and_divisor_become() -> None:
     """Opacus takes 1/len(loader) and a whole number of records; hushgrad takes batch/records."""
     net = copy.deepcopy(OURS)
     data_loader = DataLoader(TensorDataset(*data()), batch_size=15)
-    with warnings.catch_warnings():
-        _, optimizer, loader = opacus.PrivacyEngine().make_private(
-            module=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-            data_loader=data_loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+    _, optimizer, loader = opacus.PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=data_loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
     assert loader.sample_rate == 1 / len(data_loader) == 1 / 5
     assert optimizer.expected_batch_size == int(RECORDS / 5) == 12
     plan = hg.plan(records=RECORDS, batch=15, epochs=1, delta=1e-3, noise_multiplier=1.0)
     assert (plan.sampling, plan.divisor) == (hg.sampling.Poisson(15 / 64), 15.0)
     same = hg.Plan(RECORDS, hg.sampling.Poisson(1 / 5), 5, 1.0, 1e-3)
     assert same.divisor == pytest.approx(12.8)
+
+
+def test_the_page_on_migration_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    theirs, ours = {}, {}
+    exec(before, theirs)
+    told = float(capsys.readouterr().out)
+    exec(after, ours)
+    plan = ours["plan"]
+    assert plan.epsilon == pytest.approx(told, rel=0.02)
+    assert replace(plan, accountant=hg.accounting.RDP).epsilon > max(told, plan.epsilon)
+    assert capsys.readouterr().out == f"{ours['run'].guarantee}\n"
+    assert (plan.steps, plan.sampling.rate) == (40, theirs["loader"].sample_rate)
+    prefixed = {f"_module.{name}" for name in ours["model"].state_dict()}
+    assert set(theirs["model"].state_dict()) == prefixed

@@ -10,15 +10,14 @@ from hushgrad.accounting import (
     PLD,
     RDP,
     PureDpEvent,
+    ShuffledDpEvent,
     gaussian,
     group_epsilon,
     poisson,
     repeated,
-    shuffled,
-    truncated_poisson,
-    without_replacement,
 )
 from hushgrad.accounting.closed_forms import gaussian_epsilon
+from hushgrad.sampling import TruncatedPoisson, WithoutReplacement
 
 DELTA = 1e-5
 ONE = Relation.REPLACE_ONE
@@ -28,7 +27,7 @@ def test_noise_on_everything_is_scaled_by_the_group() -> None:
     found = group_epsilon(gaussian(4.0), size=4, delta=DELTA)
     assert round(found, 4) == 4.3772
     assert round(group_epsilon(gaussian(4.0), size=2, delta=DELTA, relation=ONE), 4) == 4.3772
-    passes = repeated(2, shuffled(2, gaussian(8.0)))
+    passes = repeated(2, ShuffledDpEvent(2, gaussian(8.0)))
     assert group_epsilon(passes, size=2, delta=DELTA, relation=ONE) == pytest.approx(
         gaussian_epsilon(1.0, delta=DELTA), rel=1e-6
     )
@@ -60,11 +59,11 @@ def test_two_records_at_a_rate_near_one_are_the_exact_mechanism() -> None:
 
 
 def test_the_general_conversion() -> None:
-    run = repeated(100, without_replacement(100, gaussian(8.0), records=10_000))
+    run = WithoutReplacement(100).run_event(gaussian(8.0), num_records=10_000, num_steps=100)
     one = RDP.epsilon(run, delta=DELTA, relation=ONE)
     two = group_epsilon(run, size=2, delta=DELTA, relation=ONE, accountant=RDP)
     assert two > 2 * one
-    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     assert group_epsilon(cut, size=2, delta=DELTA, relation=ONE) > 0
 
 
@@ -74,7 +73,7 @@ def test_what_a_group_refuses() -> None:
         group_epsilon(run, size=2, delta=DELTA, accountant=GDP)
     with pytest.raises(ValueError, match="expected size to be a whole number above 0, got 0"):
         group_epsilon(run, size=0, delta=DELTA)
-    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     with pytest.raises(Refused, match="where the number of records changes; use replace-one"):
         group_epsilon(cut, size=2, delta=DELTA)
     with pytest.raises(Refused, match="expected noise that protects 100 records at once, got"):

@@ -157,7 +157,8 @@ def test_queries_on_one_batch_are_one_event() -> None:
     joint = joint_multiplier([2.0, 3.0])
     assert joint == pytest.approx((1 / 4 + 1 / 9) ** -0.5)
     both = poisson(0.1, ComposedDpEvent([gaussian(2.0), gaussian(3.0)]))
-    assert both == poisson(0.1, gaussian(joint))
+    assert both == poisson(0.1, gaussian(both.event.noise_multiplier))
+    assert both.event.noise_multiplier == pytest.approx(joint, rel=1e-15)
     raw = PoissonSampledDpEvent(0.1, ComposedDpEvent([gaussian(2.0), gaussian(3.0)]))
     for accountant in (PLD, RDP):
         assert accountant.epsilon(raw, delta=DELTA) == accountant.epsilon(both, delta=DELTA)

@@ -14,6 +14,7 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 from dp_accounting.dp_event import (
+    NoOpDpEvent,
     RandomizedResponseDpEvent,
     RepeatAndSelectDpEvent,
     SampledWithReplacementDpEvent,
@@ -27,14 +28,14 @@ from hushgrad.accounting import (
     RDP,
     Accountant,
     PureDpEvent,
+    ShuffledDpEvent,
     gaussian,
+    joint_multiplier,
     poisson,
     repeated,
-    shuffled,
-    truncated_poisson,
-    without_replacement,
 )
 from hushgrad.accounting.closed_forms import gaussian_epsilon
+from hushgrad.sampling import Shuffled, TruncatedPoisson, WithoutReplacement
 
 DELTA = 1e-5
 ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
@@ -42,9 +43,9 @@ ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
 EVENTS: dict[str, DpEvent] = {
     "full": gaussian(2.0),
     "poisson": poisson(0.05, gaussian(2.0)),
-    "truncated": truncated_poisson(0.05, gaussian(2.0), max_batch=70, records=1000),
-    "fixed size": without_replacement(50, gaussian(2.0), records=1000),
-    "shuffled": shuffled(3, gaussian(2.0)),
+    "truncated": TruncatedPoisson(0.05, 70).amplify(gaussian(2.0), num_records=1000),
+    "fixed size": WithoutReplacement(50).amplify(gaussian(2.0), num_records=1000),
+    "shuffled": Shuffled(50).run_event(gaussian(2.0), num_records=1000, num_steps=41),
     "with replacement": SampledWithReplacementDpEvent(1000, 50, gaussian(2.0)),
     "laplace": LaplaceDpEvent(2.0),
     "poisson laplace": PoissonSampledDpEvent(0.05, LaplaceDpEvent(2.0)),
@@ -122,6 +123,25 @@ def test_shuffled_batches_are_never_add_remove() -> None:
         PLD.epsilon(EVENTS["shuffled"], delta=DELTA)
 
 
+def test_the_ban_on_add_remove_is_in_the_event_itself() -> None:
+    """Also of a step by itself, of part of an epoch, and inside other events."""
+    sampling = Shuffled(50)
+    step = sampling.amplify(gaussian(2.0), num_records=1000)
+    part = sampling.run_event(gaussian(2.0), num_records=1000, num_steps=1)
+    for event in (step, part, ComposedDpEvent([gaussian(2.0), repeated(3, step)])):
+        for accountant in ACCOUNTANTS.values():
+            with pytest.raises(Refused):
+                accountant.epsilon(event, delta=DELTA)
+            assert accountant.epsilon(event, delta=DELTA, relation=ONE) > 0
+
+
+def test_nothing_costs_nothing() -> None:
+    assert repeated(0, gaussian(1.0)) == NoOpDpEvent()
+    none = Shuffled(50).run_event(gaussian(2.0), num_records=1000, num_steps=0)
+    for accountant in ACCOUNTANTS.values():
+        assert accountant.epsilon(none, delta=DELTA) == pytest.approx(0, abs=1e-6)
+
+
 # --- what the same noise means ---
 
 
@@ -148,7 +168,7 @@ def test_replace_one_doubles_the_sensitivity_once(
 def test_replace_one_is_add_remove_at_half_the_noise(accountant: Accountant) -> None:
     twice = accountant.epsilon(gaussian(2.0), delta=DELTA, relation=ONE)
     assert twice == pytest.approx(accountant.epsilon(gaussian(1.0), delta=DELTA), rel=1e-6)
-    passes = accountant.epsilon(shuffled(4, gaussian(4.0)), delta=DELTA, relation=ONE)
+    passes = accountant.epsilon(ShuffledDpEvent(4, gaussian(4.0)), delta=DELTA, relation=ONE)
     assert passes == pytest.approx(twice, rel=1e-6)
     assert passes >= gaussian_epsilon(1.0, delta=DELTA) * (1 - 1e-6)
 
@@ -164,7 +184,7 @@ def test_fixed_size_sampling_is_told_noise_over_sensitivity() -> None:
 
 
 def test_a_batch_of_everything_is_full_batch() -> None:
-    whole = without_replacement(1000, gaussian(4.0), records=1000)
+    whole = WithoutReplacement(1000).amplify(gaussian(4.0), num_records=1000)
     found = RDP.epsilon(whole, delta=DELTA, relation=ONE)
     assert found == pytest.approx(RDP.epsilon(gaussian(4.0), delta=DELTA, relation=ONE), rel=1e-6)
     assert poisson(1.0, gaussian(4.0)) == gaussian(4.0)
@@ -181,7 +201,9 @@ def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
     plain = PLD.epsilon(repeated(50, poisson(0.05, gaussian(2.0))), delta=DELTA)
     found = [
         PLD.epsilon(
-            repeated(50, truncated_poisson(0.05, gaussian(2.0), max_batch=largest, records=1000)),
+            TruncatedPoisson(0.05, largest).run_event(
+                gaussian(2.0), num_records=1000, num_steps=50
+            ),
             delta=DELTA,
         )
         for largest in (50, 60, 80)
@@ -198,22 +220,11 @@ def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
     [
         (lambda: gaussian(0.0), "expected noise_multiplier > 0 and finite, got 0.0"),
         (lambda: gaussian(float("nan")), "expected noise_multiplier > 0 and finite, got nan"),
-        (lambda: poisson(0.0, gaussian(1.0)), "expected 0 < rate <= 1, got 0.0"),
-        (lambda: poisson(2.0, gaussian(1.0)), "expected 0 < rate <= 1, got 2.0"),
-        (lambda: repeated(0, gaussian(1.0)), "expected steps to be a whole number above 0"),
-        (lambda: shuffled(0, gaussian(1.0)), "expected epochs to be a whole number above 0"),
-        (
-            lambda: without_replacement(11, gaussian(1.0), records=10),
-            "expected 1 <= batch <= records, got batch 11 of 10 records",
-        ),
-        (
-            lambda: truncated_poisson(0.1, gaussian(1.0), max_batch=0, records=10),
-            "expected 1 <= batch <= records, got batch 0 of 10 records",
-        ),
-        (
-            lambda: truncated_poisson(0.1, LaplaceDpEvent(1.0), max_batch=5, records=10),
-            "expected Gaussian noise on a truncated Poisson batch, got LaplaceDpEvent",
-        ),
+        (lambda: poisson(0.0, gaussian(1.0)), r"expected 2\*\*-32 <= rate <= 1, got 0.0"),
+        (lambda: poisson(2.0, gaussian(1.0)), r"expected 2\*\*-32 <= rate <= 1, got 2.0"),
+        (lambda: repeated(-1, gaussian(1.0)), "expected a whole number of steps, 0 or more, got"),
+        (lambda: joint_multiplier([]), "expected one noise multiplier or more, each above 0"),
+        (lambda: joint_multiplier([1.0, 0.0]), "expected one noise multiplier or more, each above"),
     ],
 )
 def test_numbers_that_make_no_sense_raise(make: Any, message: str) -> None:

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, least_noise, repeated
+from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, group_epsilon, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.cli.chart import saved
-from hushgrad.cli.question import Question, Sampling, batches_of
-from hushgrad.cli.shown import growth, shown
+from hushgrad.cli.question import Question, SamplingName, batches_of
+from hushgrad.cli.shown import growth, shown, up
 from hushgrad.types import Relation
 
 
@@ -35,12 +35,15 @@ Noise = typer.Option(help="σ: noise ÷ the clipping norm of one record, whateve
 Records = typer.Option(help="n: the public number of records")
 BatchSize = typer.Option(help="b: the size of a batch, for poisson its expectation")
 Delta = Annotated[float, typer.Option(help="δ of the guarantee, below 1 / records")]
-SamplingKind = Annotated[Sampling, typer.Option(help="how batches are drawn")]
+SamplingKind = Annotated[SamplingName, typer.Option(help="how batches are drawn")]
 MaxBatch = Annotated[
     int | None, typer.Option(help="truncated-poisson: where batches are cut; --batch if left out")
 ]
 WhichAccountant = Annotated[AccountantName, typer.Option(help="gdp is an approximation")]
 WhichRelation = Annotated[Relation, typer.Option(help="what makes two data sets neighbours")]
+Group = Annotated[
+    int, typer.Option(help="k: also say what it costs k records at once, or a user who has k")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 PlotFile = Annotated[Path | None, typer.Option(help="draw the growth of ε into this file")]
 
@@ -49,13 +52,14 @@ def account(
     noise_multiplier: Annotated[float, Noise],
     steps: Annotated[int, typer.Option(help="T: how many batches are released")],
     delta: Delta,
-    sampling: SamplingKind = Sampling.POISSON,
+    sampling: SamplingKind = SamplingName.POISSON,
     rate: Annotated[float | None, typer.Option(help="q, in place of records and batch")] = None,
     records: Annotated[int | None, Records] = None,
     batch: Annotated[int | None, BatchSize] = None,
     max_batch: MaxBatch = None,
     accountant: WhichAccountant = AccountantName.PLD,
     relation: WhichRelation = Relation.ADD_REMOVE,
+    group: Group = 1,
     as_json: AsJson = False,
     plot: PlotFile = None,
 ) -> None:
@@ -67,7 +71,7 @@ def account(
     with _sentences():
         require_delta(delta)
         batches = batches_of(sampling, rate=rate, records=records, batch=batch, max_batch=max_batch)
-        question = Question(batches, noise_multiplier, steps, delta, relation)
+        question = Question(batches, noise_multiplier, steps, delta, relation, group)
         chosen = ACCOUNTANTS[accountant.value]
         spent = chosen.epsilon(question.event, delta=delta, relation=relation)
         _answer(question, chosen, spent, as_json=as_json, plot=plot)
@@ -80,7 +84,7 @@ def plan(
     delta: Delta,
     epsilon: Annotated[float | None, typer.Option(help="ε to find the noise for")] = None,
     noise_multiplier: Annotated[float | None, Noise] = None,
-    sampling: SamplingKind = Sampling.POISSON,
+    sampling: SamplingKind = SamplingName.POISSON,
     max_batch: MaxBatch = None,
     accountant: WhichAccountant = AccountantName.PLD,
     relation: WhichRelation = Relation.ADD_REMOVE,
@@ -102,9 +106,9 @@ def plan(
         require_proof(chosen)
         if epsilon is not None and noise_multiplier is None:
             target = Target(epsilon, delta, relation, chosen)
-            noise, spent = least_noise(lambda z: repeated(steps, batches.event(z)), target)
+            noise, spent = least_noise(lambda z: batches.run(z, steps), target)
         elif noise_multiplier is not None and epsilon is None:
-            noise, run = noise_multiplier, repeated(steps, batches.event(noise_multiplier))
+            noise, run = noise_multiplier, batches.run(noise_multiplier, steps)
             spent = chosen.epsilon(run, delta=delta, relation=relation)
         else:
             given = "neither" if epsilon is None else "both"
@@ -128,6 +132,7 @@ def _sentences() -> Iterator[None]:
 def _answer(
     question: Question, accountant: Accountant, spent: float, *, as_json: bool, plot: Path | None
 ) -> None:
+    shared = spent if question.group == 1 else _of_group(question, accountant)
     for warning in question.warnings:
         typer.echo(f"Warning: {warning}", err=True)
     if plot is not None:
@@ -138,14 +143,29 @@ def _answer(
         }
         saved(curves, plot, title=f"ε at δ = {question.delta:g}, {question.relation.value}")
     if as_json:
-        typer.echo(json.dumps(_facts(question, accountant, spent)))
+        typer.echo(json.dumps(_facts(question, accountant, spent, shared)))
     else:
         console = Console()
         for part in shown(question, accountant, spent, width=min(console.width - 10, 70)):
             console.print(part)
+        if question.group > 1:
+            console.print(f"{question.group} records at once, or a user with so many: ", end="")
+            console.print(f"[bold]ε = {up(shared)}[/bold] at δ = {question.delta:g}")
 
 
-def _facts(question: Question, accountant: Accountant, spent: float) -> dict[str, Any]:
+def _of_group(question: Question, accountant: Accountant) -> float:
+    return group_epsilon(
+        question.event,
+        size=question.group,
+        delta=question.delta,
+        relation=question.relation,
+        accountant=accountant,
+    )
+
+
+def _facts(
+    question: Question, accountant: Accountant, spent: float, shared: float
+) -> dict[str, Any]:
     batches = question.batches
     return {
         "epsilon": spent,
@@ -153,12 +173,14 @@ def _facts(question: Question, accountant: Accountant, spent: float) -> dict[str
         "accountant": accountant.name,
         "approximate": not accountant.proves,
         "relation": question.relation.value,
-        "sampling": batches.sampling.value,
+        "sampling": batches.name.value,
         "noise_multiplier": question.noise_multiplier,
         "steps": question.steps,
         "rate": batches.rate,
         "records": batches.records,
         "batch": batches.batch,
         "max_batch": batches.max_batch,
+        "group": question.group,
+        "group_epsilon": shared,
         "warnings": question.warnings,
     }

@@ -7,7 +7,8 @@ to be told under a relation is decided in `accounting`, and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import attr
 from dp_accounting import (
@@ -44,6 +45,10 @@ class ShuffledDpEvent(DpEvent):  # type: ignore[misc]
     event: DpEvent
 
 
+def _kept(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(values)
+
+
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class MixedDpEvent(DpEvent):  # type: ignore[misc]
     """Exactly one of `events`, drawn with these probabilities: δ(ε) = Σ p_t δ_t(ε).
@@ -54,8 +59,8 @@ class MixedDpEvent(DpEvent):  # type: ignore[misc]
     that it does not hold. Otherwise every event that happened counts, and all of them compose.
     """
 
-    events: tuple[DpEvent, ...] = attr.ib(converter=tuple)
-    probabilities: tuple[float, ...] = attr.ib(converter=tuple)
+    events: tuple[DpEvent, ...] = attr.ib(converter=_kept)
+    probabilities: tuple[float, ...] = attr.ib(converter=_kept)
 
     def __attrs_post_init__(self) -> None:
         chances = self.probabilities

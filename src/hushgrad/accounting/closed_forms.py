@@ -133,7 +133,7 @@ def adaptive_clipping_multiplier(noise_multiplier: float, *, count_noise: float)
     count, so the count's own multiplier is 2σ_b, under every relation. Both together are one event
     with multiplier z, as if there were no count.
 
-    Reference: Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, Theorem 1.
+    Reference: Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, Thm 1.
 
     >>> round(adaptive_clipping_multiplier(1.0, count_noise=5.0), 4)
     1.005

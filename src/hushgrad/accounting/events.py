@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 from dp_accounting import DpEvent, GaussianDpEvent
 from dp_accounting.dp_event import NoOpDpEvent
@@ -52,9 +53,9 @@ def uniformly_stopped(
     count = min(levels, steps)
     ends = [-(-steps * (k + 1) // count) for k in range(count)]
     events = tuple(rounds(end) for end in ends)
-    for shorter, longer in zip(events, events[1:], strict=False):
+    for shorter, longer in pairwise(events):
         _require_prefix(shorter, longer)
-    chances = [(end - start) / steps for start, end in zip([0, *ends], ends, strict=False)]
+    chances = tuple((end - start) / steps for start, end in pairwise([0, *ends]))
     return MixedDpEvent(events, chances)
 
 

@@ -79,7 +79,7 @@ def _grouped(event: DpEvent, size: int, relation: Relation, *, drawn: bool) -> D
 def _of_group(part: DpEvent, size: int, relation: Relation, *, drawn: bool) -> DpEvent | None:
     match part:
         case MixedDpEvent():
-            each = [_grouped(inner, size, relation, drawn=drawn) for inner in part.events]
+            each = tuple(_grouped(inner, size, relation, drawn=drawn) for inner in part.events)
             return None if None in each else MixedDpEvent(each, part.probabilities)
         case PureDpEvent():
             return PureDpEvent(size * part.epsilon)

@@ -41,7 +41,7 @@ _RELATIONS = {
     Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
     Relation.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
-_MOST_POINTS = 1e6  # of a grid; beyond, the grid is made coarser, which over-states ε
+_MOST_POINTS = 1e6  # of all grids; beyond, they are made coarser, which over-states ε
 
 Parts = list[tuple[DpEvent, int]]
 """Events that are no compositions, with the number of times that each happens."""
@@ -219,7 +219,7 @@ def interval_for(event: DpEvent, relation: Relation, interval: float) -> float:
 
 def _spread_of(event: DpEvent, relation: Relation) -> float:
     return sum(
-        max(_spread_of(drawn, relation) for drawn in part.events)
+        math.fsum(_spread_of(drawn, relation) for drawn in part.events)
         if isinstance(part, MixedDpEvent)
         else _spread(part, count, relation)
         for part, count in parts(event, relation)

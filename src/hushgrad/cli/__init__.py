@@ -7,6 +7,7 @@ import typer
 from hushgrad.cli.accounting import account, plan
 from hushgrad.cli.audit import audit
 from hushgrad.cli.doctor import doctor
+from hushgrad.cli.ledger import ledger
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 """The command `hushgrad`."""
@@ -20,3 +21,4 @@ def hushgrad() -> None:
 for command in (doctor, account, plan):
     app.command()(command)
 app.add_typer(audit, name="audit")
+app.add_typer(ledger, name="ledger")

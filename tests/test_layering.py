@@ -17,12 +17,13 @@ GROUND = {
     "types": frozenset({"numerics", "rng"}),
 }
 STAGES = frozenset(
-    {"data", "sampling", "persample", "grouping", "clipping", "aggregate", "noise", "comm"}
+    {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
+    | {"comm", "checkpoint"}
 )
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli"}
+    | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

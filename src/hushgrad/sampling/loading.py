@@ -43,6 +43,11 @@ class Loader:
         self._workers = 0 if isinstance(source, Columns) and collate is None else workers
         self._empty = _empty_like_first(self._fetch)
 
+    def fingerprint(self, key: bytes) -> str:
+        """A keyed digest of all the data; "" where records are read one by one when needed."""
+        source = self._fetch.source
+        return source.fingerprint(key) if isinstance(source, Columns) else ""
+
     def load(self, positions: Positions) -> Batch:
         """The batch of these records, in this order; positions without a record are left out.
 

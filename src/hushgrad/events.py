@@ -57,6 +57,7 @@ class MixedDpEvent(DpEvent):  # type: ignore[misc]
     the drawn event happens, so that a run is *stopped* where it was drawn to be; and nothing
     leaves but which one was drawn and what it gave out: no metric, checkpoint or log of a step
     that it does not hold. Otherwise every event that happened counts, and all of them compose.
+    Its cost is fixed before the draw: what was drawn gives nothing back.
     """
 
     events: tuple[DpEvent, ...] = attr.ib(converter=_kept)

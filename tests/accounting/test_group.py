@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from scipy.stats import binom, norm
 
 from hushgrad import Refused, Relation
 from hushgrad.accounting import (
@@ -50,6 +54,32 @@ def test_poisson_sampling_counts_how_many_are_drawn() -> None:
     together = PLD.epsilon(repeated(500, poisson(0.02, gaussian(4.0 / 2))), delta=DELTA)
     assert two < together * 1.01
     assert two < group_epsilon(run, size=2, delta=DELTA, accountant=RDP)
+
+
+@pytest.mark.parametrize(("size", "rate", "noise"), [(2, 0.1, 1.0), (3, 0.3, 2.0), (5, 0.01, 1.5)])
+def test_a_drawn_group_is_the_exact_mixture(size: int, rate: float, noise: float) -> None:
+    """One step: N(0, σ²) against N(j, σ²) with j of the group in the batch, integrated."""
+    x = np.linspace(-30, 35, 130_001)
+    lengths = np.arange(size + 1)[:, None]
+    drawn = (binom.pmf(lengths, size, rate) * norm.pdf(x, lengths, noise)).sum(0)
+    none = norm.pdf(x, 0, noise)
+    for epsilon in (0.3, 1.0):
+        excess = [
+            np.maximum(p - math.exp(epsilon) * q, 0) for p, q in ((drawn, none), (none, drawn))
+        ]
+        exact = max(part.sum() * (x[1] - x[0]) for part in excess)
+        found = group_epsilon(poisson(rate, gaussian(noise)), size=size, delta=float(exact))
+        assert epsilon * (1 - 1e-5) <= found <= epsilon + 5e-3
+
+
+def test_a_large_group_at_a_small_rate_has_probabilities() -> None:
+    """q^k is below the rounding of their sum, which must not make it negative."""
+    found = [
+        group_epsilon(poisson(rate, gaussian(8.0)), size=12, delta=DELTA)
+        for rate in (0.003, 0.01, 0.03, 0.1)
+    ]
+    assert found == sorted(found)
+    assert found[0] > 0
 
 
 def test_two_records_at_a_rate_near_one_are_the_exact_mechanism() -> None:

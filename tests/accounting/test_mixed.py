@@ -22,6 +22,7 @@ from hushgrad.accounting import (
     MixedDpEvent,
     Pld,
     PureDpEvent,
+    ShuffledDpEvent,
     Target,
     gaussian,
     group_epsilon,
@@ -31,6 +32,7 @@ from hushgrad.accounting import (
     uniformly_stopped,
 )
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
+from hushgrad.ledger.spending import read, written
 from hushgrad.sampling import Shuffled, TruncatedPoisson
 
 DELTA = 1e-5
@@ -249,6 +251,13 @@ def test_a_stopped_run_is_calibrated() -> None:
     assert RDP.epsilon(run(0.998 * noise), delta=DELTA) > 2.0
 
 
+def test_a_ledger_keeps_it() -> None:
+    run = ComposedDpEvent(
+        [uniformly_stopped(rounds_of(gaussian(8.0)), 5), ShuffledDpEvent(2, gaussian(1.0))]
+    )
+    assert read(written(run)) == run
+
+
 # --- what makes no mixture ---
 
 
@@ -256,7 +265,7 @@ def test_a_stopped_run_is_calibrated() -> None:
     "chances", [(0.5,), (0.5, 0.6), (0.4, 0.5), (-0.5, 1.5), (math.nan, 1.0), ()]
 )
 def test_what_is_no_distribution_raises(chances: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="expected (one probability for each|probabilities of 0)"):
+    with pytest.raises(ValueError, match=r"expected (one probability for each|probabilities of 0)"):
         MixedDpEvent((gaussian(1.0), gaussian(2.0)), chances)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import (
     ComposedDpEvent,
@@ -20,6 +22,7 @@ from dp_accounting.dp_event import (
     SampledWithReplacementDpEvent,
     ZCDpEvent,
 )
+from scipy.stats import binom, hypergeom, norm
 
 from hushgrad import Refused, Relation
 from hushgrad.accounting import (
@@ -210,6 +213,63 @@ def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
     ]
     assert found == sorted(found, reverse=True)
     assert found[-1] >= plain * (1 - 1e-6)
+
+
+# --- truncated Poisson with fewer records than the public count ---
+
+
+def divergence(one: Any, two: Any, epsilon: float) -> float:
+    """∫ max(p − e^ε q, 0), the larger of both directions, on a grid that is fine for noise 1."""
+    x = np.linspace(-40, 40, 160_001)
+    p, q = ((w[:, None] * norm.pdf(x, c[:, None], 1.0)).sum(0) for w, c in (one, two))
+    gaps = [np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((p, q), (q, p))]
+    return float(max(gaps) * (x[1] - x[0]))
+
+
+def truncated_sums(places: int, filled: int, *, rate: float, most: int, last: float) -> Any:
+    """Weights and centres of the sum over a cut batch, by counting.
+
+    Of the `places`, `filled` hold a record of −1, one holds `last` (0 if it was removed), the
+    others nothing. All are drawn, and cut at random, whether they hold something or not.
+    """
+    weights, centres = [], []
+    for drawn in range(places):  # of the places other than the last one
+        for here in (0, 1):
+            chance = binom.pmf(drawn, places - 1, rate) * (rate if here else 1 - rate)
+            kept = min(drawn + here, most)
+            stays = kept / (drawn + here) if here else 0.0
+            for stayed, share in ((1, stays), (0, 1 - stays)):
+                count = kept - stayed
+                if share == 0 or count > drawn:
+                    continue
+                for full in range(count + 1):
+                    weight = hypergeom.pmf(full, places - 1, filled, count)
+                    weights.append(chance * share * weight)
+                    centres.append(stayed * last - full)
+    return np.array(weights), np.array(centres, dtype=float)
+
+
+@pytest.mark.parametrize(("places", "filled"), [(12, 11), (12, 6), (12, 0)])
+def test_truncation_covers_fewer_records_in_public_places(places: int, filled: int) -> None:
+    """The event for the public count holds although some places are empty (see `Loader`)."""
+    rate, most = 0.5, 4
+    event = TruncatedPoisson(rate, most).amplify(gaussian(1.0), num_records=places)
+    with_it, without = (
+        truncated_sums(places, filled, rate=rate, most=most, last=last) for last in (1.0, 0.0)
+    )
+    assert with_it[0].sum() == pytest.approx(1)
+    for epsilon in (0.2, 0.5, 1.0, 2.0):
+        exact = divergence(with_it, without, epsilon)
+        assert exact <= PLD.delta(event, epsilon=epsilon) * (1 + 1e-6)
+
+
+def test_truncation_of_the_records_alone_is_not_covered() -> None:
+    """Were empty places left out, the event for the public count would promise too much."""
+    rate, most, records, public = 0.5, 4, 5, 40
+    promised = TruncatedPoisson(rate, most).amplify(gaussian(1.0), num_records=public)
+    with_it = truncated_sums(records, records - 1, rate=rate, most=most, last=1.0)
+    without = truncated_sums(records, records - 1, rate=rate, most=most, last=0.0)
+    assert divergence(with_it, without, 1.0) > 2 * PLD.delta(promised, epsilon=1.0)
 
 
 # --- what makes no event ---

@@ -15,6 +15,7 @@ GROUND = {
     "numerics": frozenset(),
     "rng": frozenset(),
     "types": frozenset({"numerics", "rng"}),
+    "events": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}

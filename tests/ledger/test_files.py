@@ -34,7 +34,7 @@ def filled(path: Path, runs: int = 4) -> Ledger:
 def until_full(ledger: Ledger) -> int:
     """Open runs until there is no room for another; how many there are then."""
     budget = ledger.budget("census")
-    for runs in range(len(budget.account.rows), 2000):
+    for runs in range(len(budget.account.rows), 2000):  # noqa: B007
         try:
             opened(budget, spend(1.0, 1e-6))
         except Refused as refusal:

@@ -22,7 +22,7 @@ STAGES = frozenset(
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli"}
+    | {"demo", "cli", "launch"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

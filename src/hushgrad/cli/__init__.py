@@ -7,6 +7,7 @@ import typer
 from hushgrad.cli.accounting import account, plan
 from hushgrad.cli.audit import audit
 from hushgrad.cli.doctor import doctor
+from hushgrad.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 """The command `hushgrad`."""
@@ -19,4 +20,5 @@ def hushgrad() -> None:
 
 for command in (doctor, account, plan):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True})(train)
 app.add_typer(audit, name="audit")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +15,7 @@ from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, least_noise, re
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.cli.chart import saved
+from hushgrad.cli.errors import sentences
 from hushgrad.cli.question import Question, Sampling, batches_of
 from hushgrad.cli.shown import growth, shown
 from hushgrad.types import Relation
@@ -64,7 +63,7 @@ def account(
     Give --rate, or --records and --batch. Exits with 2, and one sentence that says what to change,
     if the options make no sense or the accountant does not cover them.
     """
-    with _sentences():
+    with sentences():
         require_delta(delta)
         batches = batches_of(sampling, rate=rate, records=records, batch=batch, max_batch=max_batch)
         question = Question(batches, noise_multiplier, steps, delta, relation)
@@ -92,7 +91,7 @@ def plan(
     Give --epsilon or --noise-multiplier. Exits with 2, and one sentence that says what to change,
     if the options make no sense or the accountant does not cover them.
     """
-    with _sentences():
+    with sentences():
         require_delta(delta)
         if not (math.isfinite(epochs) and epochs > 0):
             raise ValueError(f"expected --epochs above 0, got {epochs}; pass 1 for one pass")
@@ -113,16 +112,6 @@ def plan(
             )
         question = Question(batches, noise, steps, delta, relation)
         _answer(question, chosen, spent, as_json=as_json, plot=plot)
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """Turn an error of the user's into one sentence and exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 def _answer(

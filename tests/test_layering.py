@@ -22,7 +22,8 @@ STAGES = frozenset(
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "launch"}
+    | {"demo", "cli", "recipe"}
+    | {"launch"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

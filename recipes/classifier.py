@@ -84,7 +84,7 @@ def classifier(
         data=split.train,
         loss=settings.loss(model),
         plan=hg.plan(
-            records=len(split.train[1]),
+            records=len(split.train[1]),  # public: the size of a published data set
             batch=settings.batch,
             epochs=settings.epochs,
             epsilon=epsilon,

@@ -22,3 +22,24 @@ def tanh_cnn() -> nn.Sequential:
         nn.Tanh(),
         nn.Linear(32, 10),
     )
+
+
+def cnn5() -> nn.Sequential:
+    """CNN5, a 5-layer network for 32 × 32 colour images: 62 006 parameters.
+
+    Reference: PyTorch's tutorial on CIFAR-10; used by the paper on DP-SRM.
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )

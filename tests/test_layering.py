@@ -17,13 +17,14 @@ GROUND = {
     "types": frozenset({"numerics", "rng"}),
 }
 STAGES = frozenset(
-    {"data", "sampling", "persample", "grouping", "clipping", "aggregate", "noise", "comm"}
+    {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
+    | {"comm", "checkpoint"}
 )
 COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "recipe"}
-    | {"launch"}
+    | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
+    | {"builtin", "curves", "launch", "odometer", "preflight", "words"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -74,10 +74,60 @@ class Clip:
         weights = torch.where(weights.abs() > most, 0.0, weights)
         return torch.where(usable, weights, 0.0)
 
+    def at(self, clip_norm: ClipNorm) -> Clip:
+        """The rule of a later step: this one, which follows nothing."""
+        return self
+
+    def moved(self, clip: Clip, clipped: float) -> Clip:
+        """The rule of the next step: this one."""
+        return self
+
     def __repr__(self) -> str:
         name, _, options = self.name.partition("(")
         own = f"{options.removesuffix(')')}, " if options else ""
         return f"{name}({own}clip_norm={self.clip_norm})"
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Clip at a quantile of the gradients' norms, which is followed from step to step.
+
+    The share of clipped records is released in the same event as the gradient, as a metric, and
+    moves the norm: `C·exp(−η(share below C − quantile))`. Only released values move it.
+
+    Reference: Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, η = 0.2.
+    """
+
+    quantile: float = 0.5
+    clip_norm: float = 1.0
+    rate: float = 0.2
+    rule: Callable[[float], Clip] = field(default_factory=lambda: abadi)
+
+    def __post_init__(self) -> None:
+        _require_positive(self.clip_norm)
+        _require_positive(self.rate, "rate")
+        if not 0 < self.quantile < 1:
+            raise ValueError(
+                f"expected 0 < quantile < 1, got {self.quantile}; 0.5 clips half of the records"
+            )
+
+    def at(self, clip_norm: ClipNorm) -> Clip:
+        """The rule at the norm of one step."""
+        assert isinstance(clip_norm, int | float)
+        return self.rule(clip_norm)
+
+    def moved(self, clip: Clip, clipped: float) -> Clip:
+        """The rule of the next step, from that of this step and its released share of clipped."""
+        assert isinstance(clip.clip_norm, int | float)
+        below = min(max(1 - clipped, 0.0), 1.0)
+        moved = clip.clip_norm * math.exp(-self.rate * (below - self.quantile))
+        return self.at(min(max(moved, self.clip_norm / _FARTHEST), self.clip_norm * _FARTHEST))
+
+    def __repr__(self) -> str:
+        return f"adaptive(quantile={self.quantile}, from {self.rule(self.clip_norm)!r})"
+
+
+_FARTHEST = 2.0**20  # noise alone must not carry the norm out of what float32 can hold
 
 
 def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:

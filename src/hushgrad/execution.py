@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.aggregate import LARGEST_SUM
-from hushgrad.persample import Form, auto, certificate_for, run_certified
+from hushgrad.persample import Form, Gradients, auto, certificate_for, per_sample, run_certified
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
@@ -20,27 +21,50 @@ from hushgrad.types import Batch, Loss, Params
 class Execution:
     """The form of per-sample gradients, and how many records are worked on at once.
 
-    Without `micro_batch` a batch is taken in one piece, or in pieces of 1024 if it is larger.
+    Without `micro_batch` a batch is taken in one piece, or in pieces of 1024 if it is larger; a
+    loss of K views takes pieces of a Kth of that, so that it needs no more memory. `loss_scale`, a
+    power of two, multiplies the losses on their way back and is divided out before norms are taken,
+    for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
+    a GradScaler's does, would tell of records.
     """
 
     form: Form | Sequence[Form] = auto
     micro_batch: int | None = None
+    loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise ValueError(
+                f"expected loss_scale to be a power of two, got {self.loss_scale}; pass 2.0**16"
+            )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(
                 f"expected micro_batch >= 1, got {self.micro_batch}; leave it out to take the "
                 "batch in one piece"
             )
 
-    def parts(self, batch: Batch, modules: Sequence[nn.Module] = ()) -> Iterator[Batch]:
-        """The micro-batches of a batch; an empty batch is one empty part.
+    def gradients(
+        self, loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module] = ()
+    ) -> Gradients:
+        """Per-sample gradients of one micro-batch."""
+        if self.loss_scale == 1:
+            return per_sample(loss, params, batch, form=self.form, modules=modules)
+        scale = self.loss_scale
+        scaled = per_sample(
+            lambda part: scale * loss(part), params, batch, form=self.form, modules=modules
+        )
+        return (1 / scale) * scaled
+
+    def parts(
+        self, batch: Batch, modules: Sequence[nn.Module] = (), *, rows: int = 1
+    ) -> Iterator[Batch]:
+        """The micro-batches of a batch whose records take `rows` rows; an empty one is one part.
 
         While the caller works on any but the first, the modules' buffers are held: a buffer that
         counts passes would otherwise tell how many records there were.
         """
         size = count(batch)
-        step = min(self.micro_batch or max(size, 1), LARGEST_SUM)
+        step = min(max((self.micro_batch or LARGEST_SUM) // rows, 1), LARGEST_SUM)
         yield cut(batch, 0, min(step, size))
         for start in range(step, size, step):
             with restored({}, modules):

@@ -5,8 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hushgrad.ledger import Spend
 from hushgrad.plan import Plan
 from hushgrad.types import Relation
+
+
+def up(value: float) -> str:
+    """Write a number with four decimals, rounded up: a guarantee must not be rounded down.
+
+    >>> up(6.76871)
+    '6.7688'
+    """
+    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}" if math.isfinite(value) else "∞"
+
 
 _NEIGHBOURS = {
     Relation.ADD_REMOVE: "add/remove one record",
@@ -25,17 +36,28 @@ class Guarantee:
     plan: Plan
     steps_taken: int
     reproducible: bool
+    charges: tuple[Spend, ...] = ()
 
     @property
     def epsilon(self) -> float:
-        """The plan's ε; infinite for a run without noise or with a seed that others can know."""
-        return math.inf if self.reproducible else self.plan.epsilon
+        """ε of the plan and of what was released again; infinite without noise or secrecy."""
+        if self.reproducible:
+            return math.inf
+        return math.fsum([self.plan.epsilon, *(charge.epsilon for charge in self.charges)])
+
+    @property
+    def delta(self) -> float:
+        """δ of the plan and of what was released again."""
+        return math.fsum([self.plan.delta, *(charge.delta for charge in self.charges)])
 
     def __str__(self) -> str:
         plan = self.plan
-        budget = f"({plan.epsilon:.4g}, {plan.delta:g})-DP"
+        spent = math.fsum([plan.epsilon, *(charge.epsilon for charge in self.charges)])
+        budget = f"({up(spent)}, {self.delta:g})-DP"
         if plan.epsilon == math.inf:
             budget = "not private: no noise"
+        if self.charges:
+            budget += f", of which the plan's ({up(plan.epsilon)}, {plan.delta:g})"
         if self.reproducible:
             budget = f"reproducible, not private: {budget} if the seed were unknown"
         return "\n".join(

@@ -110,7 +110,7 @@ def release(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:
         own = rng.derive("noise", step, name, digest)
         values[name] = _with_noise(total, noise, scale, own)
     overall = rng.derive("release", step, *digests).words(2).tobytes()
-    return Released(values, noise.event, overall)
+    return Released(values, noise.event, bounded.l2, overall)
 
 
 def grid(scale: float) -> float:

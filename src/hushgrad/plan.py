@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, SelfComposedDpEvent
 
 from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
-from hushgrad.clipping import Clip, automatic
+from hushgrad.clipping import Adaptive, Clip, automatic
 from hushgrad.grouping import Grouping, whole
+from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, gaussian
 from hushgrad.sampling import Poisson, Sampling, require_relation
 from hushgrad.types import Relation
@@ -21,8 +23,8 @@ from hushgrad.types import Relation
 class Plan:
     """A run of `steps` steps (T) on `records` (n), and the ε that they cost at `delta`.
 
-    `noise_multiplier` (σ) is noise ÷ the bound on one record. Everything here is public, the number
-    of records too.
+    `noise_multiplier` (σ) is noise ÷ the bound on one record, its metrics included where there are
+    any. Everything here is public, the number of records too.
     """
 
     records: int
@@ -31,9 +33,10 @@ class Plan:
     noise_multiplier: float
     delta: float
     relation: Relation = Relation.ADD_REMOVE
-    clip: Clip = field(default_factory=automatic)
+    clip: Clip | Adaptive = field(default_factory=automatic)
     groups: Grouping = whole
     accountant: Accountant = PLD
+    metrics: Metrics | None = None
 
     def __post_init__(self) -> None:
         require_relation(self.sampling, self.relation)
@@ -42,6 +45,11 @@ class Plan:
             raise ValueError(
                 f"expected records >= 1 and steps >= 1, got {self.records} and {self.steps}; pass "
                 "the public number of records, and how many batches to train on"
+            )
+        if isinstance(self.clip, Adaptive) and self.metrics is None:
+            raise ValueError(
+                "expected metrics with adaptive clipping, which follows the share of clipped "
+                "records, got none; pass metrics=Metrics()"
             )
 
     @property
@@ -67,8 +75,41 @@ class Plan:
         """What a run of so many steps would cost, had that been the plan."""
         if self.noise_multiplier == 0:
             return math.inf
-        event = self.event(steps)
+        return self.spent(self.event(steps))
+
+    def spent(self, event: DpEvent) -> float:
+        """What an event costs at the plan's δ, by its accountant and under its relation."""
         return self.accountant.epsilon(event, delta=self.delta, relation=self.relation)
+
+    def released_again(self, steps: int, *, times: int) -> DpEvent:
+        """Some steps whose batches were released `times` times over, as one event.
+
+        Releases of one batch share its sampling: together they are one of σ/√times.
+        """
+        noise = gaussian(self.noise_multiplier / math.sqrt(times))
+        return SelfComposedDpEvent(
+            self.sampling.amplify(noise.event, num_records=self.records), steps
+        )
+
+    def terms(self) -> dict[str, Any]:
+        """Everything that the guarantee depends on, in words and numbers that JSON can hold."""
+        return {
+            "records": self.records,
+            "sampling": self.sampling.statement,
+            "expected_batch": self.divisor,
+            "steps": self.steps,
+            "noise_multiplier": self.noise_multiplier,
+            "delta": self.delta,
+            "relation": self.relation.value,
+            "clip": repr(self.clip),
+            "groups": getattr(self.groups, "__name__", repr(self.groups)),
+            "accountant": self.accountant.name,
+            "metrics": None if self.metrics is None else self.metrics.terms(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The terms, and the ε that follows from them."""
+        return self.terms() | {"epsilon": self.epsilon}
 
 
 def plan(
@@ -81,14 +122,16 @@ def plan(
     noise_multiplier: float | None = None,
     sampling: Sampling | None = None,
     relation: Relation = Relation.ADD_REMOVE,
-    clip: Clip | None = None,
+    clip: Clip | Adaptive | None = None,
     groups: Grouping = whole,
     accountant: Accountant = PLD,
+    metrics: Metrics | None = None,
 ) -> Plan:
     """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
 
     The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
     threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`.
+    Adaptive clipping brings the metrics that it follows.
 
     >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
     >>> p.steps, round(p.epsilon, 2)
@@ -125,4 +168,5 @@ def plan(
         clip=automatic() if clip is None else clip,
         groups=groups,
         accountant=accountant,
+        metrics=Metrics() if metrics is None and isinstance(clip, Adaptive) else metrics,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -12,6 +14,8 @@ from jaxtyping import Float64, UInt64
 from numpy import ndarray
 
 Label = int | str | bytes
+
+_FILE = "hushgrad-key-1"
 
 
 class Rng:
@@ -64,9 +68,33 @@ class Rng:
         """Uniform numbers `(k + ½)·2⁻⁵²`: never 0, never 1, all equally far apart."""
         return ((self.words(count, start=start) >> np.uint64(12)) + 0.5) * 2.0**-52
 
+    @property
+    def name(self) -> str:
+        """What tells this key from others and gives nothing of it away."""
+        return self.derive("name").words(2).tobytes().hex()
+
+    def write(self, path: Path) -> None:
+        """Write the key to a new file that only its owner can read."""
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(opened, "w", encoding="ascii") as file:
+            file.write(f"{_FILE} {int(self.reproducible)} {self._key.hex()}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, path: Path) -> Rng:
+        """The generator whose key was written to this file."""
+        found = path.read_text(encoding="ascii", errors="replace").split()
+        if len(found) != 3 or found[0] != _FILE or len(found[2]) != 64:
+            raise ValueError(
+                f"expected the key of a run in {path}, got something else; remove the file to go "
+                "on with a new key, at the cost of the steps since the checkpoint"
+            )
+        return cls(bytes.fromhex(found[2]), reproducible=found[1] == "1")
+
     def __repr__(self) -> str:
         kind = "reproducible, not private" if self.reproducible else "from the operating system"
         return f"Rng({kind})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Rng holds a key and is not saved; save the step and derive it again")
+        raise TypeError("an Rng holds a key and is not pickled; write it to a file of its own")

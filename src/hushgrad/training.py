@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +11,21 @@ from torch import Tensor, nn
 
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
+from hushgrad.ledger import Budget, Entry
+from hushgrad.metrics import NAME, Reading, smoothed
 from hushgrad.persample import check_optimizer
+from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
 from hushgrad.plan import Plan
+from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
 from hushgrad.sampling import Loader, Scheme, Stated
 from hushgrad.step import private_gradient
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.types import Batch, Loss, Params, Refused, Released
 
 _REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _PLAIN = Execution()
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Run:
@@ -38,15 +43,18 @@ class Run:
         batches: Callable[[range], Iterator[Batch]],
         *,
         plan: Plan,
-        rng: Rng,
+        memory: Memory,
         execution: Execution,
     ) -> None:
         self.plan = plan
+        self.readings: list[Reading] = []
         self._model, self._optimizer, self._batches = model, optimizer, batches
-        self._rng, self._execution = rng, execution
+        self._memory, self._execution = memory, execution
         self._params: Params = _trainable(model)
+        self._clip = plan.clip.at(plan.clip.clip_norm)
         self._position = self.steps_taken = 0
         self._drawn: int | None = None
+        memory.restore(self)
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -60,37 +68,109 @@ class Run:
         self._drawn = None
 
     def step(
-        self, loss: Loss, batch: Batch, *, penalty: Callable[[], Tensor] | None = None
+        self,
+        loss: Loss,
+        batch: Batch,
+        *,
+        penalty: Callable[[], Tensor] | None = None,
+        watch: Mapping[str, Values] = _NOTHING,
     ) -> None:
         """One private step on the batch that was just drawn.
 
         `loss(batch)` returns one value for each record. `penalty()` reads no record (a weight
-        decay, say), and its gradient is added after the noise.
+        decay, say), and its gradient is added after the noise. `watch` has a function for each of
+        the plan's watched metrics: of a batch, to a value from 0 to 1 for each record.
         """
         self._require_drawn(batch)
         self._require_same_parameters()
+        self._require_watched(watch)
         self._drawn = None
+        step = self._position - 1
+        self._memory.before(step)
         released = private_gradient(
             loss,
             self._params,
             batch,
             plan=self.plan,
-            step=self._position - 1,
-            rng=self._rng,
+            clip=self._clip,
+            step=step,
+            rng=self._memory.rng,
             modules=(self._model,),
             execution=self._execution,
+            observed=lambda part: self._observed(watch, part, step),
         )
+        self._memory.released(step, released.digest)
+        self._read(step, released)
         for name, p in self._params.items():
             p.grad = (released.values[name] / self.plan.divisor).to(p.dtype)
         if penalty is not None:
             _add_gradient(penalty, self._params)
         self._optimizer.step()
         self.steps_taken += 1
+        if self.steps_taken == self.plan.steps:
+            self.finish()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The plan's metrics over the last 50 steps, as they were released; {} without any."""
+        return smoothed(self.readings)
 
     @property
     def guarantee(self) -> Guarantee:
         """What the run guarantees, whenever it ends."""
-        return Guarantee(self.plan, self.steps_taken, self._rng.reproducible)
+        return Guarantee(
+            self.plan, self.steps_taken, self._memory.rng.reproducible, self._memory.charges
+        )
+
+    @property
+    def entry(self) -> Entry | None:
+        """The run's entry in a ledger; None without a budget and a folder."""
+        return self._memory.entry
+
+    def save(self) -> None:
+        """Write a checkpoint to the run's folder; it never holds the key."""
+        self._memory.save(self)
+
+    def finish(self) -> None:
+        """End the run: settle its budget and destroy its key. A run does so after its last step."""
+        self._memory.finish(self)
+        self._position = self.plan.steps
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run itself."""
+        return {
+            "step": self.steps_taken,
+            "clip_norm": self._clip.clip_norm,
+            "readings": [[r.step, list(r.values.values())] for r in self.readings],
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned, in another process perhaps."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._clip = self.plan.clip.at(state["clip_norm"])
+        self._position = self.steps_taken = state["step"]
+        names = self.plan.metrics.names if self.plan.metrics else ()
+        self.readings = [
+            Reading(step, dict(zip(names, values, strict=True)))
+            for step, values in state["readings"]
+        ]
+
+    def _observed(self, watch: Mapping[str, Values], part: Batch, step: int) -> dict[str, Tensor]:
+        test = step & (step - 1) == 0  # as the model's independence is
+        return {
+            name: observe(values, part, modules=(self._model,), test=test)
+            for name, values in watch.items()
+        }
+
+    def _read(self, step: int, released: Released) -> None:
+        metrics = self.plan.metrics
+        if metrics is not None:
+            values = metrics.read(released.values[NAME], l2=released.l2, expected=self.plan.divisor)
+            self.readings.append(Reading(step, values))
+            self._clip = self.plan.clip.moved(self._clip, values["clipped"])
 
     def _require_drawn(self, batch: Batch) -> None:
         if self._drawn is None:
@@ -114,6 +194,14 @@ class Run:
                 "unfreezing"
             )
 
+    def _require_watched(self, watch: Mapping[str, Values]) -> None:
+        expected = self.plan.metrics.watched if self.plan.metrics else ()
+        if set(watch) != set(expected):
+            raise ValueError(
+                f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
+                "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+            )
+
 
 def train(
     model: nn.Module,
@@ -123,11 +211,18 @@ def train(
     plan: Plan,
     rng: Rng,
     execution: Execution = _PLAIN,
+    budget: Budget | None = None,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    keep: Keep = _NOTHING,
 ) -> Run:
     """Start a private training run of `model` on `data`, by any first-order optimizer.
 
     `data` is a tensor, an array, a tuple or mapping of them, a map-style data set, or a
     `sampling.Loader` of one. With a sampling that was `Stated`, it is left None.
+
+    The run is charged to `budget`. In `folder` it keeps checkpoints and its key; with `resume` it
+    goes on from there. What `keep` names (a schedule, an average) is saved along.
     """
     if isinstance(optimizer, _REFUSED_OPTIMIZERS):
         raise Refused(
@@ -135,24 +230,47 @@ def train(
             f"{type(optimizer).__name__}; use SGD or Adam"
         )
     check_optimizer(optimizer, _trainable(model))
-    # Two runs from one key must not draw the same batches and noise.
-    own = rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
-    batches = _batches(data, plan, own)
-    return Run(model, optimizer, batches, plan=plan, rng=own, execution=execution)
+    loader = _loader(data, plan)
+    memory = remembered(
+        plan=plan,
+        rng=rng,
+        budget=budget,
+        folder=None if folder is None else Path(folder),
+        resume=resume,
+        keep=keep,
+        fingerprint=loader.fingerprint if loader else none,
+    )
+    return Run(
+        model,
+        optimizer,
+        _batches(loader, plan, memory),
+        plan=plan,
+        memory=memory,
+        execution=execution,
+    )
 
 
-def _batches(data: Any, plan: Plan, rng: Rng) -> Callable[[range], Iterator[Batch]]:
-    sampling = plan.sampling
-    if isinstance(sampling, Stated):
+def _loader(data: Any, plan: Plan) -> Loader | None:
+    if isinstance(plan.sampling, Stated):
         if data is not None:
             raise ValueError(
                 "expected data=None with a Stated sampling, whose loader has the data, got "
                 f"a {type(data).__name__}; pass None"
             )
+        return None
+    return data if isinstance(data, Loader) else Loader(data)
+
+
+def _batches(
+    loader: Loader | None, plan: Plan, memory: Memory
+) -> Callable[[range], Iterator[Batch]]:
+    sampling = plan.sampling
+    if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
-    assert isinstance(sampling, Scheme)
-    loader = data if isinstance(data, Loader) else Loader(data)
-    return lambda steps: loader.batches(sampling, num_records=plan.records, steps=steps, rng=rng)
+    assert isinstance(sampling, Scheme) and loader is not None
+    return lambda steps: loader.batches(
+        sampling, num_records=plan.records, steps=steps, rng=memory.sampling
+    )
 
 
 def _trainable(model: nn.Module) -> Params:

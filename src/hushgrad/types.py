@@ -96,10 +96,11 @@ class Bounded:
 class Released:
     """A sum with its noise: what may reach an optimizer, a log or a file.
 
-    `event` is what made it, for the accountant; `digest` tells a replay of the same release, which
-    costs nothing, from another one.
+    `event` is what made it, for the accountant; `l2` the bound that its noise was scaled by;
+    `digest` tells a replay of the same release, which costs nothing, from another one.
     """
 
     values: dict[str, Tensor]
     event: DpEvent
+    l2: float
     digest: bytes

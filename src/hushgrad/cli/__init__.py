@@ -8,6 +8,7 @@ from hushgrad.cli.accounting import account, plan
 from hushgrad.cli.audit import audit
 from hushgrad.cli.demo import demo
 from hushgrad.cli.doctor import doctor
+from hushgrad.cli.ledger import ledger
 from hushgrad.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,3 +24,4 @@ for command in (demo, doctor, account, plan):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(train)
 app.add_typer(audit, name="audit")
+app.add_typer(ledger, name="ledger")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,39 +15,59 @@ VARIABLE = "HUSHGRAD_DATA"
 
 @dataclass(frozen=True)
 class Published:
-    """The files of a data set: their folder below the root, their SHA-256, their public home."""
+    """The files of a data set: their folder below the root, their public home, their SHA-256."""
 
     name: str
     folder: str
     source: str
     sha256: Mapping[str, str]
 
-    def read(self, file: str, *, root: Path | None) -> bytes:
-        """The bytes of one file, verified; nothing else of it is ever parsed."""
-        path = data_root(root) / self.folder / file
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise ValueError(
-                f"expected a file of {self.name} at {path}, got none; get {file} from {self.source}"
-            ) from None
-        self.verify(file, content, path=path)
-        return content
+    def path(self, file: str, *, root: Path | None) -> Path:
+        """Where a file is expected."""
+        return data_root(root) / self.folder / file
 
-    def verify(self, file: str, content: bytes, *, path: Path) -> None:
-        """Refuse content whose SHA-256 is not that of the published `file`."""
+    def read(self, file: str, *, root: Path | None) -> bytes:
+        """The bytes of a file.
+
+        Guarantees: their SHA-256 is the one published, and they are in memory: what is verified is
+        what is parsed.
+        """
+        path = self.path(file, root=root)
+        return self.verified(file, self.stored(path), path=path)
+
+    def stored(self, path: Path) -> bytes:
+        """The bytes that are at `path`, not verified."""
+        try:
+            return path.read_bytes()
+        except OSError as e:
+            raise ValueError(
+                f"expected a file of {self.name} at {path}, got: {e.strerror}; get it from "
+                f"{self.source}"
+            ) from None
+
+    def verified(self, file: str, content: bytes, *, path: Path) -> bytes:
+        """`content`, which came from `path`, refused unless its SHA-256 is that of `file`."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256[file]:
             raise ValueError(
-                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}; the file is "
-                f"damaged or another version: get {file} again from {self.source}"
+                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}; it is damaged or "
+                f"another version: get it again from {self.source}"
             )
+        return content
+
+
+def unpacked(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
+    """Decompress a file, and name it where that fails."""
+    try:
+        return by(content)
+    except (EOFError, OSError, ValueError, zlib.error) as e:
+        raise ValueError(f"expected {file} to decompress, got: {e}; get it again") from None
 
 
 def data_root(root: Path | None) -> Path:
     """The folder of the data sets: the one given, else the one that HUSHGRAD_DATA names."""
     if root is not None:
-        return Path(root)
+        return root
     if named := os.environ.get(VARIABLE):
         return Path(named)
     raise ValueError(

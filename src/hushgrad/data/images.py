@@ -1,126 +1,19 @@
-"""Images from the files in which they are published: MNIST and Fashion-MNIST."""
+"""What the loaders of images share."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from pathlib import Path
-
 import numpy as np
 import torch
+from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hushgrad.data.files import Published
-from hushgrad.data.split import Images, Split
-
-MNIST = Published(
-    name="MNIST",
-    folder="mnist",
-    source="http://yann.lecun.com/exdb/mnist/",
-    sha256={
-        "train-images-idx3-ubyte.gz": (
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
-        ),
-        "train-labels-idx1-ubyte.gz": (
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"
-        ),
-        "t10k-images-idx3-ubyte.gz": (
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
-        ),
-        "t10k-labels-idx1-ubyte.gz": (
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
-        ),
-    },
-)
-
-FASHION_MNIST = Published(
-    name="Fashion-MNIST",
-    folder="fashion-mnist",
-    source="https://github.com/zalandoresearch/fashion-mnist",
-    sha256={
-        "train-images-idx3-ubyte.gz": (
-            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
-        ),
-        "train-labels-idx1-ubyte.gz": (
-            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
-        ),
-        "t10k-images-idx3-ubyte.gz": (
-            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
-        ),
-        "t10k-labels-idx1-ubyte.gz": (
-            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
-        ),
-    },
-)
-
-DIGITS = tuple("0123456789")
-CLOTHES = (
-    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-)
-BYTES_PREPARATION = "pixels ÷ 255"
+Images = tuple[Float32[Tensor, "record channel height width"], Int64[Tensor, " record"]]
+"""Pixels from 0 to 1, and the class of each image."""
 
 
-def mnist(root: Path | None = None) -> Split[Images]:
-    """MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten digits."""
-    return from_idx(MNIST, DIGITS, root=root)
-
-
-def fashion_mnist(root: Path | None = None) -> Split[Images]:
-    """Fashion-MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten kinds of clothes."""
-    return from_idx(FASHION_MNIST, CLOTHES, root=root)
-
-
-def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -> Split[Images]:
-    """A data set in the four compressed IDX files of MNIST and its successors."""
-
-    def part(prefix: str) -> Images:
-        images_file, labels_file = (
-            f"{prefix}-images-idx3-ubyte.gz",
-            f"{prefix}-labels-idx1-ubyte.gz",
-        )
-        pixels = parsed_idx(files.read(images_file, root=root), file=images_file, dimensions=3)
-        labels = parsed_idx(files.read(labels_file, root=root), file=labels_file, dimensions=1)
-        if len(pixels) != len(labels):
-            raise ValueError(
-                f"expected a label for each of the {len(pixels)} images of {images_file}, got "
-                f"{len(labels)}; take both files from {files.source}"
-            )
-        return unit_pixels(pixels[:, None]), torch.from_numpy(labels.astype(np.int64))
-
-    return Split(
-        name=files.name,
-        source=files.source,
-        train=part("train"),
-        test=part("t10k"),
-        preparation=BYTES_PREPARATION,
-        classes=classes,
-    )
-
-
-def parsed_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
-    """The array in a compressed IDX file: 0, 0, the type 8, the dimensions, their sizes, bytes."""
-    try:
-        raw = gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as e:
-        raise ValueError(f"expected {file} compressed by gzip, got: {e}; get it again") from None
-    header = 4 + 4 * dimensions
-    if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
-        raise ValueError(
-            f"expected {file} to start with 0 0 8 {dimensions} and {dimensions} sizes, got "
-            f"{raw[:4].hex(' ') or 'nothing'}; get it again"
-        )
-    shape = [int.from_bytes(raw[4 * i : 4 * i + 4], "big") for i in range(1, dimensions + 1)]
-    values = np.frombuffer(raw, np.uint8, offset=header)
-    if values.size != np.prod(shape):
-        raise ValueError(
-            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; get "
-            "it again"
-        )
-    return values.reshape(shape)
-
-
-def unit_pixels(pixels: NDArray[np.uint8]) -> Tensor:
+def unit_pixels(
+    pixels: NDArray[np.uint8],
+) -> Float32[Tensor, "record channel height width"]:
     """Bytes as float32 from 0 to 1."""
     return torch.from_numpy(pixels.astype(np.float32)).div_(255)

@@ -5,12 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from jaxtyping import Float32, Int64
-from torch import Tensor
-
-Images = tuple[Float32[Tensor, "record channel height width"], Int64[Tensor, " record"]]
-"""Pixels from 0 to 1, and the class of each image."""
-
 Records = TypeVar("Records")
 
 
@@ -18,10 +12,9 @@ Records = TypeVar("Records")
 class Split(Generic[Records]):
     """A public data set in its standard split.
 
-    `train` plays the private records, `test` the public ones. `source` is its public home.
-    `preparation` is one sentence on what was done to a record: by public constants alone, so that
-    no record depends on another. `classes` names the labels 0, 1, …; a data set without labels has
-    none.
+    `train` plays the private records; `test` and `validation`, where there is one, are public.
+    `source` is its public home. `preparation` says what was done to a record, by public constants
+    alone: no record depends on another. `classes` names the labels 0, 1, …, if there are labels.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
@@ -90,6 +91,11 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     seen |= {id(loss)}
     if isinstance(loss, functools.partial):
         return [*_held(loss.func, seen), *loss.args, *loss.keywords.values()]
+    if dataclasses.is_dataclass(loss) and not isinstance(loss, nn.Module | type):
+        # A value: made anew at each step it must hit, as a lambda does.
+        fields = [getattr(loss, field.name) for field in dataclasses.fields(loss)]
+        inner = [_held(x, seen) if isinstance(x, FunctionType) else [x] for x in fields]
+        return [type(loss), *(x for part in inner for x in part)]
     function = getattr(loss, "__func__", loss)
     code = getattr(function, "__code__", None)
     if code is None:  # a module, or another object that can be called

@@ -20,7 +20,7 @@ Factors = Mapping[str, Mapping[Key, Factor]]
 
 
 class Gradients:
-    """Per-sample gradients in factored form.
+    """Per-sample gradients in factored form, and the losses that they are gradients of.
 
     Guarantees: `sq_norms` is an upper bound, at most 2 % above its estimate, on the squared norm
     of each record's gradient; a record that is not finite has norm inf.
@@ -118,11 +118,11 @@ class Gradients:
             }
             for name in self._params
         }
-        return Gradients(joined, self._params, self._losses, one._padded)
+        return Gradients(joined, self._params, one._losses + two._losses, one._padded)
 
     def __rmul__(self, factor: float) -> Gradients:
         scaled = self._each(lambda x: x.scaled(factor))
-        return Gradients(scaled, self._params, self._losses, self._padded)
+        return Gradients(scaled, self._params, factor * self._losses, self._padded)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
@@ -143,7 +143,7 @@ def difference(new: Gradients, old: Gradients) -> Gradients:
         for name in new.factors
         for pairs in [_paired(new.factors[name], old.factors[name])]
     }
-    return Gradients(paired, new._params, new._losses, new._padded)
+    return Gradients(paired, new._params, new._losses - old._losses, new._padded)
 
 
 def _paired(new: Mapping[Key, Factor], old: Mapping[Key, Factor]) -> dict[Key, Factor] | None:

@@ -43,6 +43,17 @@ class Loader:
         self._workers = 0 if isinstance(source, Columns) and collate is None else workers
         self._empty = _empty_like_first(self._fetch)
 
+    def fingerprint(self, key: bytes) -> str:
+        """A keyed digest of all the data; "" where records are read one by one when needed."""
+        source = self._fetch.source
+        return source.fingerprint(key) if isinstance(source, Columns) else ""
+
+    @property
+    def columns(self) -> Any:
+        """The tensors or arrays that hold all the records; () if records are fetched one by one."""
+        whole = isinstance(self._fetch.source, Columns) and self._fetch.collate is None
+        return self._fetch.source.columns if whole else ()
+
     def load(self, positions: Positions) -> Batch:
         """The batch of these records, in this order; positions without a record are left out.
 

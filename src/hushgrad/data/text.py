@@ -1,0 +1,129 @@
+"""SST-2 and E2E, as lists of strings."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from hushgrad.data.files import Published
+from hushgrad.data.split import Split
+
+Sentences = tuple[list[str], Int64[Tensor, " record"]]
+"""Sentences, and the class of each."""
+
+Pairs = tuple[list[str], list[str]]
+"""What is to be said, and a text that says it."""
+
+SST2 = Published(
+    name="SST-2",
+    folder="sst2/SST-2",
+    source="https://gluebenchmark.com/tasks",
+    sha256={
+        "train.tsv": "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
+        "dev.tsv": "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
+    },
+)
+E2E = Published(
+    name="E2E",
+    folder="e2e",
+    source="https://github.com/tuetschek/e2e-dataset",
+    sha256={
+        "trainset.csv": "f27d48df45815288ab15619d47a79028c300fbb7f42e373668aba0b98c1d57c6",
+        "devset.csv": "fc26b78cdb849c80545f513b223d1e051138b43882eeb79e3eb153e689c864f9",
+        "testset_w_refs.csv": "edc8db685e39bb9824d5bd70c18b1c9b0412d14b527aa960e2d1c8251ee15ccd",
+    },
+)
+
+
+def sst2(root: Path | None = None) -> Split[Sentences]:
+    """SST-2 as in GLUE: 67 349 phrases, and 872 sentences to test on.
+
+    Those are GLUE's development set, since its test set is published without labels. Many phrases
+    are cut from one sentence, so a guarantee for one record does not cover a whole sentence.
+    """
+    return sst2_from(SST2, root=root)
+
+
+def sst2_from(files: Published, *, root: Path | None) -> Split[Sentences]:
+    """A data set in the files of SST-2."""
+
+    def part(file: str) -> Sentences:
+        return parsed_tsv(files.read(file, root=root), file=file)
+
+    return Split(
+        name=files.name,
+        source=files.source,
+        train=part("train.tsv"),
+        test=part("dev.tsv"),
+        preparation="sentences as published",
+        classes=("negative", "positive"),
+    )
+
+
+def e2e(root: Path | None = None) -> Split[Pairs]:
+    """E2E: 42 061 restaurants' attributes with a text each, 4 672 to validate and 4 693 to test on.
+
+    Attributes occur several times, each time with another text, so a guarantee for one record
+    does not cover all that is said of a restaurant.
+    """
+    return e2e_from(E2E, root=root)
+
+
+def e2e_from(files: Published, *, root: Path | None) -> Split[Pairs]:
+    """A data set in the files of E2E."""
+
+    def part(file: str) -> Pairs:
+        return parsed_csv(files.read(file, root=root), file=file)
+
+    return Split(
+        name=files.name,
+        source=files.source,
+        train=part("trainset.csv"),
+        test=part("testset_w_refs.csv"),
+        preparation="texts as published",
+        validation=part("devset.csv"),
+    )
+
+
+def parsed_tsv(content: bytes, *, file: str) -> Sentences:
+    """Lines of a sentence, a tab and 0 or 1, below a header.
+
+    Quotes and further tabs belong to the sentence, and only a newline ends a line.
+    """
+    header, *lines = _decoded(content, file).removesuffix("\n").split("\n")
+    rows = [line.rpartition("\t") for line in lines]
+    wrong = [i for i, (_, tab, label) in enumerate(rows, 2) if not tab or label not in ("0", "1")]
+    if header != "sentence\tlabel" or wrong:
+        line = 1 if header != "sentence\tlabel" else wrong[0]
+        raise ValueError(
+            f"expected a header and lines of a sentence, a tab and 0 or 1 in {file}, got another "
+            f"line {line}; get it again"
+        )
+    labels = torch.tensor([int(label) for _, _, label in rows], dtype=torch.int64)
+    return [sentence for sentence, _, _ in rows], labels
+
+
+def parsed_csv(content: bytes, *, file: str) -> Pairs:
+    """Rows of two fields, `mr` and `ref`, in which quoted newlines belong to the text."""
+    text = io.StringIO(_decoded(content, file), newline="")
+    try:
+        header, *rows = csv.reader(text, strict=True)
+        if header != ["mr", "ref"]:
+            raise ValueError(f"header {header}")
+        return [meaning for meaning, _ in rows], [reference for _, reference in rows]
+    except (csv.Error, ValueError) as e:
+        raise ValueError(
+            f"expected a header and rows of the fields mr and ref in {file}, got: {e}; get it again"
+        ) from None
+
+
+def _decoded(content: bytes, file: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"expected UTF-8 in {file}, got: {e}; get it again") from None

@@ -1,0 +1,150 @@
+"""A data set's budget, to which runs are charged before they release anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from typing import Any
+
+from hushgrad.accounting import Target
+from hushgrad.ledger.entry import Entry, boot
+from hushgrad.ledger.file import File
+from hushgrad.ledger.records import (
+    PLAN,
+    Account,
+    Row,
+    add_charge,
+    add_row,
+    loaded,
+    now,
+    remember,
+    salt,
+    sealed,
+)
+from hushgrad.ledger.rules import Rule
+from hushgrad.ledger.spending import Spend
+from hushgrad.types import Refused, Relation
+
+
+class Budget:
+    """What may be spent on one data set, over all runs on it.
+
+    Every property is read from the file anew: other processes may have charged since.
+    """
+
+    def __init__(self, file: File, name: str) -> None:
+        self._file, self.name = file, name
+
+    @property
+    def account(self) -> Account:
+        """The budget with all its runs and charges, as they are now."""
+        with self._file.reading() as connection:
+            return loaded(connection, self.name, self._file.path)
+
+    @property
+    def salt(self) -> bytes:
+        """Random bytes of the ledger, by which to key the fingerprint of a data set."""
+        with self._file.reading() as connection:
+            return salt(connection)
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the budget."""
+        return self.account.epsilon
+
+    @property
+    def delta(self) -> float:
+        """δ of the budget."""
+        return self.account.delta
+
+    @property
+    def relation(self) -> Relation:
+        """What makes two data sets neighbours, for every run that is charged here."""
+        return self.account.relation
+
+    @property
+    def rule(self) -> Rule:
+        """The filter that adds up."""
+        return self.account.rule
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What all runs count, open ones too, in the filter's units."""
+        account = self.account
+        return dict(zip(account.rule.units, account.spent, strict=True))
+
+    @property
+    def left(self) -> Target:
+        """What a plan may cost at most: calibrating to exactly this is accepted.
+
+        Under `total` a run may have this ε and this δ, or less of either. Under `renyi` it is an
+        ε at the budget's δ by Rényi DP at the filter's order, and by no other accountant.
+        """
+        account = self.account
+        if math.inf in account.limit:
+            raise Refused(
+                f"expected a budget with a limit, got {self.name}, which has none; calibrate to an "
+                "epsilon and a delta of your own"
+            )
+        if min(account.left) <= 0:
+            raise Refused(
+                f"expected something left of the budget {self.name}, got nothing; raise it, or "
+                "train on other data"
+            )
+        epsilon, delta = account.rule.within(account.left, account.delta)
+        return Target(epsilon, delta, account.relation, account.rule.accountant)
+
+    def open(self, spend: Spend, *, label: str, plan: dict[str, Any], fingerprint: str) -> Entry:
+        """Charge a run before it releases anything; refused if it would exceed the budget.
+
+        `plan` is kept as it is. `fingerprint` is a keyed digest of the data (see `Ledger.salt`),
+        or empty if unknown: a name keeps its first one, and no other name may have it.
+        """
+        described = json.dumps(plan, sort_keys=True)
+        identity, holder = secrets.token_hex(8), secrets.token_hex(8)
+        row = Row(identity, self.name, label, described, now(), 0, 0, 0, boot(), holder, None, None)
+        with self._file.writing() as connection:
+            account = loaded(connection, self.name, self._file.path)
+            cost = account.cost(spend)
+            account.require_room(cost)
+            if fingerprint:
+                asked = "SELECT name FROM budgets WHERE fingerprint = ? AND name != ?"
+                other = connection.execute(asked, (fingerprint, self.name)).fetchone()
+                _require_own(account, fingerprint, other)
+                connection.execute(
+                    "UPDATE budgets SET fingerprint = ? WHERE name = ?", (fingerprint, self.name)
+                )
+            add_row(connection, row)
+            add_charge(connection, identity, spend, cost, reason=PLAN)
+            what = f"opened {label}: ({spend.epsilon:.6g}, {spend.delta:.6g})-DP"
+            remember(connection, self.name, identity, what)
+            sealed(connection, self.name)
+        return Entry(self._file, self.name, identity, holder)
+
+    def entry(self, identity: str) -> Entry:
+        """A run that was opened before, for the process that resumes it."""
+        known = [row.id for row in self.account.rows]
+        if identity not in known:
+            raise Refused(
+                f"expected a run that was charged to {self.name} in {self._file.path}, got "
+                f"{identity!r}; resume with the ledger that the run was started with"
+            )
+        return Entry(self._file, self.name, identity, holder=None)
+
+    def __repr__(self) -> str:
+        account = self.account
+        return f"Budget({self.name!r}, ({account.epsilon:g}, {account.delta:g}), {account.rule!r})"
+
+
+def _require_own(account: Account, fingerprint: str, other: tuple[str] | None) -> None:
+    if other is not None:
+        raise Refused(
+            f"expected data of its own under the name {account.name}, got those of {other[0]}, "
+            f"which have a budget already; charge the run to {other[0]}"
+        )
+    if account.fingerprint not in ("", fingerprint):
+        raise Refused(
+            f"expected the data that {account.name} names, got other data (another fingerprint); "
+            "give them a name and a budget of their own, or pass the data as they were"
+        )

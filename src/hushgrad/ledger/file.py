@@ -1,0 +1,244 @@
+"""The ledger's file: made whole or not at all, and written in transactions.
+
+SQLite in write-ahead mode. A durable transaction has reached the disk when it returns; one that is
+not has reached the operating system, so that it outlives the process but not a loss of power.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hushgrad.types import Refused
+
+_APPLICATION = 0x68756C65  # "hule", SQLite's application_id
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE meta (salt BLOB NOT NULL);
+CREATE TABLE budgets (
+    name TEXT PRIMARY KEY, epsilon REAL NOT NULL, delta REAL NOT NULL, relation TEXT NOT NULL,
+    rule TEXT NOT NULL, alpha REAL, fingerprint TEXT NOT NULL, seal BLOB NOT NULL
+);
+CREATE TABLE entries (
+    id TEXT PRIMARY KEY, budget TEXT NOT NULL REFERENCES budgets, label TEXT NOT NULL,
+    plan TEXT NOT NULL, opened TEXT NOT NULL, position INTEGER NOT NULL, floor INTEGER NOT NULL,
+    doubt INTEGER NOT NULL, boot TEXT NOT NULL, holder TEXT NOT NULL, steps INTEGER, settled TEXT
+);
+CREATE TABLE charges (
+    number INTEGER PRIMARY KEY, entry TEXT NOT NULL REFERENCES entries, at TEXT NOT NULL,
+    reason TEXT NOT NULL, event TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL,
+    cost TEXT NOT NULL
+);
+CREATE TABLE digests (
+    number INTEGER PRIMARY KEY, entry TEXT NOT NULL REFERENCES entries, step INTEGER NOT NULL,
+    digest BLOB NOT NULL, UNIQUE (entry, step, digest)
+);
+CREATE TABLE history (
+    number INTEGER PRIMARY KEY, at TEXT NOT NULL, budget TEXT NOT NULL, entry TEXT,
+    what TEXT NOT NULL
+);
+CREATE INDEX charges_of ON charges (entry);
+CREATE INDEX entries_of ON entries (budget);
+"""
+
+
+class File:
+    """A SQLite file that is known to be a ledger.
+
+    Each process and thread has a connection of its own: one that a child process inherits is
+    neither used nor closed there, which SQLite does not allow.
+    """
+
+    def __init__(self, path: Path, *, wait: float) -> None:
+        self.path, self._wait = path, wait
+        self._connections: dict[tuple[int, int], sqlite3.Connection] = {}
+        self._same: tuple[int, int] | None = None
+        with sentences(path):
+            if not path.exists():
+                _create(path)
+            self._connection()
+        weakref.finalize(self, _close, self._connections)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that sees one state of the file throughout."""
+        with sentences(self.path):
+            connection = self._connection()
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                _roll_back(connection)
+
+    @contextmanager
+    def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """A transaction that nobody else writes during; it happens as a whole or not at all."""
+        with sentences(self.path):
+            connection = self._connection()
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                _roll_back(connection)
+                raise
+
+    def close(self) -> None:
+        """Close the connections of this process. The next use opens them again."""
+        _close(self._connections)
+
+    def _connection(self) -> sqlite3.Connection:
+        own = (os.getpid(), threading.get_ident())
+        if own not in self._connections:
+            self._connections[own] = _opened(self.path, self._wait)
+            self._same = self._same or _identity(self.path)
+        # SQLite goes on writing to a file that has lost its name, and all of that would be lost.
+        if _identity(self.path) != self._same:
+            raise Refused(
+                f"expected the ledger {self.path} that was opened, got another file in its place; "
+                "put it back, or start again with the one that is there"
+            )
+        return self._connections[own]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def digest_of(*parts: object) -> bytes:
+    """A digest that tells an accident from what was written; it is no protection from an attack."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _create(path: Path) -> None:
+    """Make a whole ledger under another name, and give it its own if nobody else was first."""
+    made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.close(os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    try:
+        connection = sqlite3.connect(made, isolation_level=None)
+        try:
+            if connection.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
+                raise Refused(
+                    f"expected a file system with shared memory for the ledger {path}, got one "
+                    "without; keep the ledger on a local disk"
+                )
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
+            connection.execute("INSERT INTO meta VALUES (?)", (secrets.token_bytes(32),))
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+        with suppress(FileExistsError):
+            os.link(made, path)
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            made.with_name(made.name + suffix).unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _opened(path: Path, wait: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
+    try:
+        _require_ledger(connection, path)
+        connection.execute("PRAGMA foreign_keys = ON")
+        found = [row[0] for row in connection.execute("PRAGMA quick_check")]
+        if found != ["ok"]:
+            raise damaged(path, found[0])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _require_ledger(connection: sqlite3.Connection, path: Path) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != _APPLICATION:
+        raise _other_file(path)
+    if version != _VERSION:
+        raise Refused(
+            f"expected a ledger of version {_VERSION} at {path}, got version {version}; use a "
+            "newer version of hushgrad"
+        )
+
+
+def _other_file(path: Path) -> Refused:
+    return Refused(
+        f"expected a ledger at {path}, got another file or a damaged one; name a file of its own, "
+        "or restore it from a copy"
+    )
+
+
+def damaged(path: Path, how: str) -> Refused:
+    """The refusal of a ledger whose contents are not what was written."""
+    return Refused(
+        f"expected an undamaged ledger at {path}, got {how}; restore it from a copy, and add what "
+        "was spent since"
+    )
+
+
+@contextmanager
+def sentences(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the operating system say into one sentence with a remedy."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise _refusal(path, error) from error
+    except OSError as error:
+        raise Refused(
+            f"expected a ledger that can be written at {path}, got: {error.strerror or error}; "
+            "name a file in a folder that you may write to"
+        ) from error
+
+
+def _refusal(path: Path, error: sqlite3.DatabaseError) -> Refused:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return Refused(
+            f"expected room on the disk of the ledger {path}, got a full one; free some and go on: "
+            "nothing of this was written"
+        )
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return Refused(
+            f"expected the ledger {path} to be free, got one that another process keeps locked; "
+            "wait for it, or end it"
+        )
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return Refused(
+            f"expected a ledger that can be written at {path}, its folder too, got: {error}; "
+            "change their permissions, or name another file"
+        )
+    if code == sqlite3.SQLITE_NOTADB:
+        return _other_file(path)
+    if code == sqlite3.SQLITE_CORRUPT:
+        return damaged(path, str(error))
+    return Refused(
+        f"expected the ledger {path} to be read and written, got: {error}; nothing of this was "
+        "written: look at its disk and folder"
+    )
+
+
+def _roll_back(connection: sqlite3.Connection) -> None:
+    if connection.in_transaction:
+        with suppress(sqlite3.Error):  # where SQLite has done so by itself
+            connection.execute("ROLLBACK")
+
+
+def _close(connections: dict[tuple[int, int], sqlite3.Connection]) -> None:
+    for owner in [owner for owner in connections if owner[0] == os.getpid()]:
+        connections.pop(owner).close()

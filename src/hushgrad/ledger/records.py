@@ -1,0 +1,243 @@
+"""The ledger's rows as values, and the seal by which an accident to them is noticed.
+
+SQLite notices a broken page and not a changed number, so each budget carries a digest of everything
+that its sums rest on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from dataclasses import astuple, dataclass
+from datetime import UTC, datetime
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from pathlib import Path
+from typing import Any
+
+from hushgrad.ledger.file import damaged, digest_of
+from hushgrad.ledger.rules import Amounts, Rule, added, left_of, rule_named
+from hushgrad.ledger.spending import Spend, read, written
+from hushgrad.types import Refused, Relation
+
+PLAN = "plan"
+"""The reason of a run's first charge."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What was charged: the spend as it came, and what it counts in the units of the rule."""
+
+    number: int
+    entry: str
+    at: str
+    reason: str
+    event: str
+    epsilon: float
+    delta: float
+    cost: Amounts
+
+    def spend(self, relation: Relation) -> Spend:
+        """The spend that was charged."""
+        return Spend(read(self.event), relation, self.epsilon, self.delta)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: `position` steps may have been released.
+
+    Of the steps below `floor`, the process that holds the run cannot know that they were not; of
+    those below `doubt` a loss of power may have taken the digest.
+    """
+
+    id: str
+    budget: str
+    label: str
+    plan: str
+    opened: str
+    position: int
+    floor: int
+    doubt: int
+    boot: str
+    holder: str
+    steps: int | None
+    settled: str | None
+
+
+@dataclass(frozen=True)
+class Account:
+    """A budget and everything that was charged to it."""
+
+    name: str
+    epsilon: float
+    delta: float
+    relation: Relation
+    rule: Rule
+    fingerprint: str
+    rows: tuple[Row, ...]
+    charges: tuple[Charge, ...]
+
+    @property
+    def limit(self) -> Amounts:
+        """The budget in the units of the rule."""
+        return self.rule.limit(self.epsilon, self.delta)
+
+    @property
+    def costs(self) -> list[Amounts]:
+        """What each charge counts."""
+        return [charge.cost for charge in self.charges]
+
+    @property
+    def spent(self) -> Amounts:
+        """What all charges count, those of open runs too."""
+        return added(self.costs, len(self.rule.units))
+
+    @property
+    def reserved(self) -> Amounts:
+        """The part of it that belongs to runs which are not settled."""
+        still_open = {row.id for row in self.rows if row.settled is None}
+        costs = [charge.cost for charge in self.charges if charge.entry in still_open]
+        return added(costs, len(self.rule.units))
+
+    @property
+    def left(self) -> Amounts:
+        """The most that can still be charged at once."""
+        return left_of(self.limit, self.costs)
+
+    @property
+    def binding(self) -> str | None:
+        """The unit of which the least share is left; None while nothing is spent."""
+        shares = [s / most if most else 1.0 for s, most in zip(self.spent, self.limit, strict=True)]
+        if not any(share > 0 for share in shares):
+            return None
+        return self.rule.units[max(range(len(shares)), key=shares.__getitem__)]
+
+    def cost(self, spend: Spend) -> Amounts:
+        """What a spend counts here; one under another relation is refused."""
+        if spend.relation is not self.relation:
+            raise Refused(
+                f"expected a cost under {self.relation.value}, as the budget {self.name} has it, "
+                f"got one under {spend.relation.value}; plan with relation {self.relation.value}"
+            )
+        found = self.rule.cost(spend)
+        if any(math.isnan(amount) for amount in found):
+            raise Refused("expected a cost that is a number, got nan; plan with another noise")
+        return found
+
+    def require_room(self, cost: Amounts) -> None:
+        """Refuse a cost that would exceed the budget."""
+        units = zip(self.rule.units, added([*self.costs, cost], len(cost)), self.limit, strict=True)
+        over = [unit for unit, amount, most in units if amount > most]
+        if not over:
+            return
+        first = self.rule.units.index(over[0])
+        raise Refused(
+            f"expected at most {figure(self.left[first])} of {over[0]}, which is what the budget "
+            f"{self.name} has left of {self.limit[first]:.6g}, got {figure(cost[first], up=True)}; "
+            "plan for what is left, or raise the budget"
+        )
+
+
+def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
+    """Read a budget with its runs and charges, and check its seal."""
+    found = connection.execute("SELECT * FROM budgets WHERE name = ?", (name,)).fetchone()
+    if found is None:
+        raise damaged(path, f"one without its budget {name}")
+    if _seal(connection, name) != found[-1]:
+        raise damaged(path, f"other records of {name} than were written")
+    epsilon, delta, relation, rule, order, fingerprint = found[1:7]
+    charges = tuple(Charge(*(*row[:-1], _amounts(row[-1]))) for row in _charges(connection, name))
+    return Account(
+        name,
+        epsilon,
+        delta,
+        Relation(relation),
+        rule_named(rule, order),
+        fingerprint,
+        tuple(Row(*row) for row in _rows(connection, name)),
+        charges,
+    )
+
+
+def sealed(connection: sqlite3.Connection, name: str) -> None:
+    """Renew a budget's seal after its records were changed, in the same transaction."""
+    seal = _seal(connection, name)
+    connection.execute("UPDATE budgets SET seal = ? WHERE name = ?", (seal, name))
+
+
+def _seal(connection: sqlite3.Connection, name: str) -> bytes:
+    budget = connection.execute(
+        "SELECT name, epsilon, delta, relation, rule, alpha, fingerprint FROM budgets "
+        "WHERE name = ?",
+        (name,),
+    ).fetchall()
+    return digest_of(budget, _rows(connection, name), _charges(connection, name))
+
+
+def _rows(connection: sqlite3.Connection, name: str) -> list[tuple[Any, ...]]:
+    asked = "SELECT * FROM entries WHERE budget = ? ORDER BY rowid"
+    return connection.execute(asked, (name,)).fetchall()
+
+
+def _charges(connection: sqlite3.Connection, name: str) -> list[tuple[Any, ...]]:
+    asked = (
+        "SELECT charges.* FROM charges JOIN entries ON charges.entry = entries.id "
+        "WHERE entries.budget = ? ORDER BY charges.number"
+    )
+    return connection.execute(asked, (name,)).fetchall()
+
+
+def add_row(connection: sqlite3.Connection, row: Row) -> None:
+    """Write a new run."""
+    values = astuple(row)
+    places = ", ".join("?" * len(values))
+    connection.execute(f"INSERT INTO entries VALUES ({places})", values)
+
+
+def add_charge(
+    connection: sqlite3.Connection, entry: str, spend: Spend, cost: Amounts, *, reason: str
+) -> None:
+    """Write a new charge."""
+    connection.execute(
+        "INSERT INTO charges (entry, at, reason, event, epsilon, delta, cost) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (entry, now(), reason, written(spend.event), spend.epsilon, spend.delta, as_text(cost)),
+    )
+
+
+def remember(connection: sqlite3.Connection, name: str, entry: str | None, what: str) -> None:
+    """Write a line of history."""
+    connection.execute(
+        "INSERT INTO history (at, budget, entry, what) VALUES (?, ?, ?, ?)",
+        (now(), name, entry, what),
+    )
+
+
+def salt(connection: sqlite3.Connection) -> bytes:
+    """The ledger's random bytes."""
+    return bytes(connection.execute("SELECT salt FROM meta").fetchone()[0])
+
+
+def figure(value: float, *, up: bool = False) -> str:
+    """A number in six digits, rounded down, or up: what is left must not be over-stated.
+
+    >>> figure(0.8399999999999999), figure(0.84), figure(1 / 3, up=True)
+    ('0.839999', '0.84', '0.333334')
+    """
+    rounding = ROUND_CEILING if up else ROUND_FLOOR
+    exact = Decimal(repr(value))
+    return f"{float(Context(prec=6, rounding=rounding).create_decimal(exact)):.6g}"
+
+
+def as_text(cost: Amounts) -> str:
+    """Write amounts so that they are read back bit by bit."""
+    return json.dumps([amount if math.isfinite(amount) else None for amount in cost])
+
+
+def _amounts(text: str) -> Amounts:
+    return tuple(math.inf if amount is None else amount for amount in json.loads(text))
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,63 @@
+"""Values of records beside their gradients, such as whether a prediction was right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hushgrad.persample import records
+from hushgrad.persample.neutral import WithoutRandomness
+from hushgrad.persample.probes import beside_others
+from hushgrad.persample.watch import guarded, restored, same_bits
+from hushgrad.types import Batch, Refused
+
+Values = Callable[[Batch], Tensor]
+"""A function of a batch that returns one value for each record."""
+
+_MULTIPLE = 32  # rows that a batch is filled up to, so that a record keeps its bits
+
+
+def observe(
+    values: Values, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
+) -> Float[Tensor, " batch"]:
+    """Each record's value, as float64, without gradients and without a trace in the modules.
+
+    With `test`, every second record is replaced and the others' values must keep their bits: a
+    value that depends on other records has no bound on what one of them moves.
+    """
+    size = records.count(batch)
+    if size == 0:
+        return torch.zeros(0, dtype=torch.float64)
+    padded = records.padded_size(size, _MULTIPLE)
+    whole = records.pad(batch, size, padded)
+    with torch.no_grad(), torch.random.fork_rng(), guarded({}, modules):
+        if test:
+            _check_independence(values, whole, modules)
+        with restored({}, modules):
+            return _called(values, whole, padded)[:size]
+
+
+def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Module]) -> None:
+    kept = []
+    for other in (batch, beside_others(batch, loud=False)):
+        with WithoutRandomness(), restored({}, modules):
+            kept.append(_called(values, other, records.count(batch))[::2])
+    if not same_bits(*kept):
+        raise Refused(
+            "expected a watched value that depends on its own record alone, got one that changes "
+            "with the other records of the batch; compute each record's value by itself"
+        )
+
+
+def _called(values: Values, batch: Batch, size: int) -> Tensor:
+    found = values(batch)
+    if not isinstance(found, Tensor) or found.shape != (size,):
+        came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise Refused(
+            f"expected one value for each of {size} records, got {came}; return a tensor like "
+            "model(x).argmax(1) == y"
+        )
+    return found.detach().double()

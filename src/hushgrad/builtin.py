@@ -104,7 +104,8 @@ def classifier(
         return F.cross_entropy(network(part[0]), part[1], reduction="none")
 
     def correct(part: Batch) -> Tensor:
-        return (network(part[0]).argmax(1) == part[1]).float()
+        right: Tensor = network(part[0]).argmax(1) == part[1]
+        return right.float()
 
     return Recipe(
         model=network,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from hushgrad.launch import accuracy, carry_out, start
 from hushgrad.persample.records import take
 from hushgrad.recipe import Recipe
 from hushgrad.rng import Rng
+from hushgrad.training import Run
 from hushgrad.types import Batch, Loss
 
 
@@ -98,6 +100,8 @@ _PLAIN = {"linear": (64, 60.0, 0.5), "cnn": (64, 30.0, 0.1)}
 Step = Callable[[str, int, int], None]
 """Told after each step: what is trained, the steps taken, and those there are."""
 
+Told = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -110,23 +114,27 @@ class Trained:
 
 def train_all(*, seed: int | None = None, share: float = 1.0, each_step: Step) -> list[Trained]:
     """Train each model without privacy and at each ε; `share` shortens every run, for tests."""
-    first = 0 if seed is None else seed
     found = []
     for model, name in NAMES.items():
-        found.append(_train_plainly(model, first, share, lambda k, n, of=name: each_step(of, k, n)))
+        found.append(_train_plainly(model, seed or 0, share, partial(each_step, name)))
         for epsilon in EPSILONS:
-            recipe = _recipe(model, epsilon, first, share)
-            label = f"{name}, ε = {epsilon:g}"
-            rng = Rng.from_os() if seed is None else Rng.fixed(seed)
-            run = start(recipe, rng=rng)
-            outcome = carry_out(
-                run,
-                recipe,
-                each_step=lambda run, of=label: each_step(of, run.steps_taken, len(run)),
-            )
-            assert outcome.accuracy is not None
-            found.append(Trained(model, outcome.accuracy, run.guarantee))
+            told = partial(each_step, f"{name}, ε = {epsilon:g}")
+            found.append(_train_privately(model, epsilon, seed, share, told))
     return found
+
+
+def _train_privately(
+    model: str, epsilon: float, seed: int | None, share: float, told: Told
+) -> Trained:
+    recipe = _recipe(model, epsilon, seed or 0, share)
+
+    def show(run: Run) -> None:
+        told(run.steps_taken, len(run))
+
+    run = start(recipe, rng=Rng.from_os() if seed is None else Rng.fixed(seed))
+    outcome = carry_out(run, recipe, each_step=show)
+    assert outcome.accuracy is not None
+    return Trained(model, outcome.accuracy, run.guarantee)
 
 
 def _recipe(model: str, epsilon: float, seed: int, share: float) -> Recipe:
@@ -143,9 +151,7 @@ def _recipe(model: str, epsilon: float, seed: int, share: float) -> Recipe:
     )
 
 
-def _train_plainly(
-    model: str, seed: int, share: float, each_step: Callable[[int, int], None]
-) -> Trained:
+def _train_plainly(model: str, seed: int, share: float, told: Told) -> Trained:
     """Ordinary training, as a measure: no clipping, no noise, no guarantee."""
     batch, epochs, lr = _PLAIN[model]
     recipe = classifier(dataset="digits", model=model, noise_multiplier=0.0, lr=lr, seed=seed)
@@ -156,7 +162,7 @@ def _train_plainly(
         recipe.optimizer.zero_grad()
         recipe.loss(take(recipe.data, drawn.tolist())).mean().backward()
         recipe.optimizer.step()
-        each_step(step + 1, steps)
+        told(step + 1, steps)
     found = accuracy(recipe)
     assert found is not None
     return Trained(model, found, None)

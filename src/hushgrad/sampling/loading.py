@@ -51,8 +51,8 @@ class Loader:
     @property
     def columns(self) -> Any:
         """The tensors or arrays that hold all the records; () if records are fetched one by one."""
-        whole = isinstance(self._fetch.source, Columns) and self._fetch.collate is None
-        return self._fetch.source.columns if whole else ()
+        source = self._fetch.source
+        return source.columns if isinstance(source, Columns) and not self._fetch.collate else ()
 
     def load(self, positions: Positions) -> Batch:
         """The batch of these records, in this order; positions without a record are left out.

@@ -25,6 +25,7 @@ COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
     | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
+    | {"evaluation", "builtin", "curves", "launch", "odometer", "preflight", "words"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

@@ -17,7 +17,8 @@ from hushgrad.cli.chart import saved
 from hushgrad.cli.errors import sentences
 from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
 from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
-from hushgrad.cli.shown import growth, shown, up
+from hushgrad.cli.shown import growth, shown
+from hushgrad.guarantee import up
 from hushgrad.types import Relation
 
 

@@ -19,13 +19,12 @@ from hushgrad.accounting import (
     gaussian,
     poisson,
     repeated,
-    truncated_poisson,
-    without_replacement,
 )
 from hushgrad.ledger import Spend, order_for, renyi, total
 from hushgrad.ledger.records import figure
 from hushgrad.ledger.rules import left_of, rule_named
 from hushgrad.ledger.spending import read, written
+from hushgrad.sampling import TruncatedPoisson, WithoutReplacement
 from hushgrad.types import Refused, Relation
 
 
@@ -86,7 +85,7 @@ def test_a_bad_order_costs_much_more_than_a_good_one() -> None:
 
 
 def test_what_renyi_does_not_cover_is_refused_with_the_remedy() -> None:
-    cut = truncated_poisson(0.1, gaussian(1.0), max_batch=20, records=100)
+    cut = TruncatedPoisson(0.1, 20).amplify(gaussian(1.0), num_records=100)
     with pytest.raises(Refused, match="filter total, which covers every event"):
         renyi(8.0).cost(Spend(cut, Relation.ADD_REMOVE, 1.0, 1e-5))
     with pytest.raises(Refused, match="filter total"):
@@ -118,8 +117,8 @@ def test_all_that_is_left_can_be_spent_at_once(most: float, shares: list[float])
         event(),
         dp_event.ComposedDpEvent([gaussian(1.0), PureDpEvent(0.5)]),
         ShuffledDpEvent(3, gaussian(2.0)),
-        without_replacement(10, gaussian(1.0), records=100),
-        truncated_poisson(0.1, gaussian(1.0), max_batch=20, records=100),
+        WithoutReplacement(10).amplify(gaussian(1.0), num_records=100),
+        TruncatedPoisson(0.1, 20).amplify(gaussian(1.0), num_records=100),
         dp_event.NonPrivateDpEvent(),
     ],
     ids=lambda which: type(which).__name__,

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hushgrad import checkpoint
-from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored, spend
-from hushgrad.ledger import Budget, Spend
+from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored
+from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
 from hushgrad.types import Refused
@@ -80,6 +80,11 @@ class Memory:
         """What the run cost beyond its plan."""
         return () if self._books is None else tuple(self._books.entry.spends[1:])
 
+    @property
+    def entry(self) -> Entry | None:
+        """The run's entry in a ledger."""
+        return None if self._books is None else self._books.entry
+
     def before(self, step: int) -> None:
         """Enter a step that is about to be released."""
         if self._books is not None:
@@ -143,23 +148,25 @@ def remembered(
     if budget is not None:
         refuse_reproducible(rng)
     _require_folder(folder, resume)
-    if budget is None and folder is None:
-        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    account = budget or own_budget(folder, plan.relation)
-    if resume:
-        return _resumed(plan, rng, account, folder, keep, fingerprint)
+        account = budget or own_budget(folder, plan.relation)
+        if resume:
+            return _resumed(plan, rng, account, folder, keep, fingerprint)
+    elif budget is not None:
+        account = budget
+    else:
+        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     own = _own(rng)
-    if folder is not None:
-        (folder / KEY).unlink(missing_ok=True)  # of a run that never began
-        own.write(folder / KEY)
     entry = account.open(
-        spend(plan, plan.event(plan.steps)),
+        Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
         label=folder.name if folder else "",
         plan=plan.describe(),
         fingerprint=fingerprint(budget.salt) if budget else "",
     )
+    if folder is not None:
+        (folder / KEY).unlink(missing_ok=True)  # of a run that never began
+        own.write(folder / KEY)
     books = Books(entry, plan)
     return Memory(plan, own, fingerprint=fingerprint, books=books, folder=folder, keep=keep)
 
@@ -175,6 +182,11 @@ def _resumed(
             "pass the same keep= as before"
         )
     entry = account.entry(saved["entry"])
+    if entry.settled:
+        raise Refused(
+            f"expected a run that goes on, got the one in {folder}, which is over; start another "
+            "run in a folder of its own"
+        )
     file = folder / KEY
     own = Rng.read(file) if file.exists() else _own(rng)
     if not file.exists():

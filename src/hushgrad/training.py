@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
-from hushgrad.ledger import Budget
+from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, smoothed
 from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
@@ -121,6 +121,11 @@ class Run:
         return Guarantee(
             self.plan, self.steps_taken, self._memory.rng.reproducible, self._memory.charges
         )
+
+    @property
+    def entry(self) -> Entry | None:
+        """The run's entry in a ledger; None without a budget and a folder."""
+        return self._memory.entry
 
     def save(self) -> None:
         """Write a checkpoint to the run's folder; it never holds the key."""

@@ -6,8 +6,10 @@ import typer
 
 from hushgrad.cli.accounting import account, plan
 from hushgrad.cli.audit import audit
+from hushgrad.cli.demo import demo
 from hushgrad.cli.doctor import doctor
 from hushgrad.cli.ledger import ledger
+from hushgrad.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 """The command `hushgrad`."""
@@ -18,7 +20,8 @@ def hushgrad() -> None:
     """Train PyTorch models with differential privacy."""
 
 
-for command in (doctor, account, plan):
+for command in (demo, doctor, account, plan):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True})(train)
 app.add_typer(audit, name="audit")
 app.add_typer(ledger, name="ledger")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,13 +10,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hushgrad.cli.target import function_named
 from hushgrad.diagnosis import doctor as examine
 from hushgrad.types import Refused
 
 
 def doctor(
     target: Annotated[
-        str, typer.Argument(help="module:function; it returns a model, its loss and a batch")
+        str,
+        typer.Argument(
+            help="module:function or file.py:function; it returns a model, its loss and a batch"
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
@@ -46,19 +47,12 @@ def doctor(
 
 
 def _load(target: str) -> Any:
-    module_name, colon, function_name = target.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
-        if not colon:
-            raise ImportError("no colon in it")
-        found = getattr(importlib.import_module(module_name), function_name)
-        model, loss, batch = found()
+        model, loss, batch = function_named(target)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
             f"batch, got {target!r} ({error}); try hushgrad.demo:cnn"
         )
         raise typer.BadParameter(message) from error
-    finally:
-        sys.path.pop(0)
     return model, loss, batch

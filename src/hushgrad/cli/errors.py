@@ -13,6 +13,6 @@ def sentences() -> Iterator[None]:
     """Turn an error of the user's into one sentence on stderr and exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +10,7 @@ from rich.table import Table
 from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.cli.chart import Curve, drawn
 from hushgrad.cli.question import Question
+from hushgrad.guarantee import up
 from hushgrad.types import Refused, Relation
 
 _POINTS = 20
@@ -24,7 +24,7 @@ def shown(
     mark = "" if accountant.proves else "≈ "
     yield (
         f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
-        f"{question.relation.value}, {batches.sampling.value} sampling"
+        f"{question.relation.value}, {batches.name.value} sampling"
     )
     cut = "" if batches.max_batch is None else f", batches cut at {batches.max_batch}"
     yield (
@@ -76,12 +76,3 @@ def growth(question: Question, accountant: Accountant) -> Curve:
         (n, quick.epsilon(question.after(n), delta=question.delta, relation=relation))
         for n in points
     ]
-
-
-def up(value: float) -> str:
-    """Write a number with four decimals, rounded up: a guarantee must not be rounded down.
-
-    >>> up(6.76871)
-    '6.7688'
-    """
-    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}" if math.isfinite(value) else "∞"

@@ -48,6 +48,12 @@ class Loader:
         source = self._fetch.source
         return source.fingerprint(key) if isinstance(source, Columns) else ""
 
+    @property
+    def columns(self) -> Any:
+        """The tensors or arrays that hold all the records; () if records are fetched one by one."""
+        source = self._fetch.source
+        return source.columns if isinstance(source, Columns) and not self._fetch.collate else ()
+
     def load(self, positions: Positions) -> Batch:
         """The batch of these records, in this order; positions without a record are left out.
 

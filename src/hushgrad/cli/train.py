@@ -1,0 +1,165 @@
+"""`hushgrad train`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hushgrad.cli.errors import sentences
+from hushgrad.cli.progress import Bar
+from hushgrad.cli.request import asked_for, budget_for, free_folder, request_for, resumed
+from hushgrad.launch import Outcome, carry_out, start
+from hushgrad.preflight import check
+from hushgrad.recipe import Recipe
+from hushgrad.report import Request, write_beginning, write_end, write_progress
+from hushgrad.rng import Rng
+from hushgrad.training import Run
+from hushgrad.words import in_words
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+_CHECKPOINTS = 20  # of a whole run, if nothing else is asked for
+
+
+def _of_recipe(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel="Options of the recipe", metavar="VALUE")
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="file.py:function or module:function, which returns a Recipe, or a data set; any "
+            "parameter of the function is an option",
+        ),
+    ] = None,
+    dataset: Annotated[str | None, _of_recipe("digits, mnist, a9a, …, without a RECIPE")] = None,
+    model: Annotated[str | None, _of_recipe("linear, mlp or cnn, without a RECIPE")] = None,
+    epsilon: Annotated[str | None, _of_recipe("ε of the whole run")] = None,
+    delta: Annotated[str | None, _of_recipe("δ of the whole run, below 1 / records")] = None,
+    batch: Annotated[str | None, _of_recipe("the expected size of a batch")] = None,
+    epochs: Annotated[str | None, _of_recipe("expected passes over the data")] = None,
+    lr: Annotated[str | None, _of_recipe("the learning rate")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="the folder of the data sets; HUSHGRAD_DATA if left out")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="the run's folder; runs/NAME-1, -2, … if left out")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="reproducible, and not private")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run in --output")
+    ] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, metavar="STEPS", help="a twentieth of them if left out")
+    ] = None,
+    ledger: Annotated[Path | None, typer.Option(help="the file of the data set's budget")] = None,
+    dataset_name: Annotated[str | None, typer.Option(help="its name in the ledger")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Train a model with differential privacy, as a recipe says.
+
+    A recipe is a function that returns a hushgrad.recipe.Recipe. What the run leaves is in its
+    folder, with a report. Exits with 2, and one sentence, where it cannot start: nothing is
+    written or spent then. Ctrl-C leaves a checkpoint and exits with 130.
+    """
+    named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}
+    named |= {"batch": batch, "epochs": epochs, "lr": lr}
+    with sentences():
+        asked = asked_for(arguments or [], named)
+        budget = budget_for(ledger, dataset_name)
+        charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)] if budget else []
+        if resume:
+            request, folder = resumed(asked, output, seed=seed)
+        else:
+            folder = free_folder(output, asked.name)
+            request = request_for(asked, seed=seed, data=data, ledger=charged)
+        recipe = asked.recipe(data=data, seed=request.weights_seed)
+        check(recipe, device=device)
+        rng = Rng.from_os() if seed is None else Rng.fixed(seed)
+        run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
+    if not resume:
+        write_beginning(run, folder, request)
+    every = checkpoint_every or max(1, len(run) // _CHECKPOINTS)
+    with (
+        interrupts() as stopped,
+        Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar,
+    ):
+        outcome = _carried_out(run, recipe, every, device, bar, stopped)
+    if not outcome.finished:
+        _say_how_to_resume(run, folder, request)
+    found = write_end(outcome, recipe, folder, request)
+    _say(found, run, folder, as_json=as_json)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Tell whether Ctrl-C was pressed, so that a step is not broken off; twice ends at once."""
+    pressed = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _carried_out(
+    run: Run,
+    recipe: Recipe,
+    every: int,
+    device: str,
+    bar: Bar,
+    stopped: Callable[[], bool],
+) -> Outcome:
+    try:
+        return carry_out(
+            run,
+            recipe,
+            checkpoint_every=every,
+            device=device,
+            each_step=bar,
+            stopped=stopped,
+        )
+    except ValueError as error:
+        typer.echo(
+            f"Error: {error}. The run ended after {run.steps_taken} of {len(run)} steps; what it "
+            "was charged stays charged",
+            err=True,
+        )
+        raise typer.Exit(1) from error
+
+
+def _say_how_to_resume(run: Run, folder: Path, request: Request) -> None:
+    write_progress(run, folder)
+    command = f"{request.command} --output {shlex.quote(str(folder))} --resume"
+    typer.echo(
+        f"Interrupted after {run.steps_taken} of {len(run)} steps. To go on:\n\n    {command}\n",
+        err=True,
+    )
+    raise typer.Exit(INTERRUPTED)
+
+
+def _say(found: dict[str, Any], run: Run, folder: Path, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    if found["accuracy"] is not None:
+        typer.echo(f"{100 * found['accuracy']:.2f} % of the test records, taken to be public")
+    typer.echo(f"{run.guarantee}\n\n{in_words(run.guarantee)}\n\nReport: {folder / 'report.md'}")

@@ -73,12 +73,12 @@ class Plan:
 
     def epsilon_after(self, steps: int) -> float:
         """What a run of so many steps would cost, had that been the plan."""
-        if self.noise_multiplier == 0:
-            return math.inf
         return self.spent(self.event(steps))
 
     def spent(self, event: DpEvent) -> float:
         """What an event costs at the plan's δ, by its accountant and under its relation."""
+        if self.noise_multiplier == 0:
+            return math.inf
         return self.accountant.epsilon(event, delta=self.delta, relation=self.relation)
 
     def released_again(self, steps: int, *, times: int) -> DpEvent:

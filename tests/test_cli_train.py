@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,10 +99,20 @@ def test_a_module_is_a_recipe_too() -> None:
     assert trained("recipes_to_try:good", "--steps", "2")["steps"] == 2
 
 
+def test_the_recipe_in_the_docs_works() -> None:
+    page = (HERE.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    Path("mine.py").write_text(source, encoding="utf-8")
+    assert trained("mine.py:census", "--epsilon", "2")["epsilon"] <= 2
+
+
 def test_a_seed_repeats_a_run_and_is_not_private(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        assert trained(f"{RECIPES}:good", "--seed", "3", "--output", name)["private"] is False
-    trained(f"{RECIPES}:good", "--seed", "4", "--output", "c")
+        assert (
+            trained(f"{RECIPES}:good", "--steps", "3", "--seed", "3", "--output", name)["private"]
+            is False
+        )
+    trained(f"{RECIPES}:good", "--steps", "3", "--seed", "4", "--output", "c")
     a, b, c = ((tmp_path / n / "model.safetensors").read_bytes() for n in "abc")
     assert a == b != c
     report = (tmp_path / "a" / "report.md").read_text(encoding="utf-8")
@@ -224,6 +235,8 @@ def test_a_loss_without_noise_is_nowhere(tmp_path: Path) -> None:
     digits = f"{recipes_to_try.SENTINEL:.8f}"[:6].encode()  # 7.3191
     everything = said.encode() + b"".join(p.read_bytes() for p in (tmp_path / "out").iterdir())
     assert digits not in everything
+    losses_shown = re.findall(r"loss ≈ (\S+)", said)
+    assert losses_shown and set(losses_shown) != {f"{recipes_to_try.SENTINEL:.3g}"}
     readings = Path("out/metrics.csv").read_text(encoding="utf-8").splitlines()[1:]
     losses = [float(line.split(",")[1]) for line in readings]
     # The noise of a reading of the loss is of the size of the loss: without it all were alike.

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dp_accounting import DpEvent
 from typer.testing import CliRunner
 
+from hushgrad.accounting import gaussian
 from hushgrad.cli import app
 from hushgrad.cli.chart import drawn
+from hushgrad.ledger import Entry, Ledger, Spend
+from hushgrad.sampling import FullBatch, Poisson
+from hushgrad.types import Relation
 
 RUN = ("--noise-multiplier", "1.5", "--steps", "2250", "--delta", "1e-5")
 ACCOUNT = ("account", "--rate", "0.04", *RUN)
@@ -230,3 +235,143 @@ def test_a_large_delta_is_warned_of() -> None:
     assert result.stderr.startswith("Warning: delta 0.01 is not below 1 / records")
     assert json.loads(result.stdout)["warnings"]
     assert facts("account", *sizes, "--delta", "0.009")["warnings"] == []
+
+
+# --- groups ---
+
+
+def test_a_group_costs_more_than_a_record() -> None:
+    alone = facts(*ACCOUNT)
+    assert (alone["group"], alone["group_epsilon"]) == (1, alone["epsilon"])
+    full = ("account", "--sampling", "full", "--noise-multiplier", "4", "--steps", "1")
+    found = facts(*full, "--delta", "1e-5", "--group", "4")
+    assert found["group"] == 4
+    assert round(found["group_epsilon"], 4) == 4.3772
+    assert found["epsilon"] < 1
+    shown = run(*full, "--delta", "1e-5", "--group", "4").stdout
+    assert "4 records at once, or a user with so many: ε = 4.377" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--group", "0"), "expected size to be a whole number above 0, got 0"),
+        (("--group", "2", "--accountant", "gdp"), "which is an approximation"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(options: tuple[str, ...], message: str) -> None:
+    result = run(*ACCOUNT, *options, "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+# --- shuffled batches ---
+
+
+def test_shuffled_batches_cost_one_release_a_pass() -> None:
+    sizes = ("--records", "1000", "--batch", "64", "--noise-multiplier", "4", "--delta", "1e-5")
+    asked = ("account", "--sampling", "shuffled", *sizes, "--relation", "replace-one")
+    one, two = (facts(*asked, "--steps", steps) for steps in ("16", "17"))
+    full = ("account", "--sampling", "full", "--noise-multiplier", "4", "--delta", "1e-5")
+    assert one["epsilon"] == facts(*full, "--steps", "1", "--relation", "replace-one")["epsilon"]
+    assert two["epsilon"] > one["epsilon"]
+    refused = run("account", "--sampling", "shuffled", *sizes, "--steps", "16")
+    assert refused.exit_code == 2
+    assert "or Poisson sampling under add-remove" in refused.stderr
+
+
+# --- what a budget has left ---
+
+SIZES = PLAN[:-2]
+FULL_PLAN = ("plan", "--records", "1000", "--batch", "1000", "--epochs", "10", *FULL)
+
+
+def ledger_at(path: Path, *options: str) -> tuple[str, ...]:
+    told = ("--epsilon", "3", "--delta", "1e-5", *options)
+    result = run("ledger", "set-budget", "census", "--ledger", str(path), *told)
+    assert result.exit_code == 0, result.output
+    return ("--ledger", str(path), "--dataset", "census")
+
+
+def spend(path: Path, found: dict[str, Any], event: DpEvent) -> Entry:
+    cost = Spend(event, Relation(found["relation"]), found["epsilon"], found["delta"])
+    return Ledger(path).budget("census").open(cost, label="run", plan={}, fingerprint="")
+
+
+def test_a_plan_takes_what_the_budget_has_left(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    asked = ledger_at(path)
+    first = facts(*SIZES, "--epsilon", "1", "--delta", "1e-6", *asked)
+    event = Poisson(0.02).run_event(
+        gaussian(first["noise_multiplier"]), num_records=50_000, num_steps=5000
+    )
+    spend(path, first, event)
+    found = facts(*SIZES, *asked)
+    assert 2 - 2e-3 < found["epsilon"] + first["epsilon"] - 1 <= 2
+    assert found["delta"] == pytest.approx(9e-6)
+    spend(path, found, event)  # exactly what was planned is accepted
+    refused = run(*SIZES, "--epsilon", "1", "--delta", "1e-7", *asked)
+    assert refused.exit_code == 2
+
+
+def test_a_plan_under_the_renyi_filter_is_made_at_its_order(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    asked = ledger_at(path, "--filter", "renyi", "--order", "8", "--relation", "replace-one")
+    found = facts(*FULL_PLAN, *asked)
+    assert (found["relation"], found["accountant"], found["delta"]) == ("replace-one", "rdp", 1e-5)
+    assert 2.99 < found["epsilon"] <= 3
+    noise = found["noise_multiplier"]
+    # Rényi DP at order 8 of 10 releases under replace-one, against the filter's limit.
+    assert 10 * 8 * 4 / (2 * noise**2) == pytest.approx(1.78589, rel=2e-3)
+    entry = spend(path, found, FullBatch().run_event(gaussian(noise), num_records=1, num_steps=10))
+    assert entry.spends[0].epsilon == found["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--relation", "replace-one"), "expected --relation add-remove, which the budget census"),
+        (
+            ("--delta", "1e-4"),
+            "expected --delta of at most 1e-05, which the budget census has left",
+        ),
+        (("--epsilon", "4"), "of epsilon, which is what the budget census has left of 3, got"),
+        (("--noise-multiplier", "0.3"), "of epsilon, which is what the budget census has left"),
+        (("--accountant", "gdp"), "which is an approximation"),
+        (("--dataset", "other"), "other"),
+    ],
+)
+def test_a_plan_that_a_budget_has_no_room_for_is_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    asked = ledger_at(path)
+    before = path.read_bytes()
+    result = run(*FULL_PLAN, *asked, *options, "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert path.read_bytes() == before
+
+
+def test_a_renyi_filter_leaves_no_choice_of_accountant(tmp_path: Path) -> None:
+    asked = ledger_at(tmp_path / "ledger.sqlite", "--filter", "renyi", "--order", "8")
+    for options in (("--accountant", "pld"), ("--delta", "1e-6")):
+        result = run(*FULL_PLAN, *asked, *options)
+        assert result.exit_code == 2
+        assert "leave out --accountant and --delta" in result.stderr
+
+
+def test_a_ledger_and_its_data_set_are_named_together(tmp_path: Path) -> None:
+    for options, missing in (
+        (("--ledger", str(tmp_path / "none.sqlite")), "--dataset"),
+        (("--dataset", "census"), "--ledger"),
+    ):
+        result = run(*SIZES, *options)
+        assert result.exit_code == 2
+        assert f"got no {missing}; give both" in result.stderr
+    none = tmp_path / "none.sqlite"
+    result = run(*SIZES, "--ledger", str(none), "--dataset", "census")
+    assert result.exit_code == 2
+    assert "expected a ledger, got no file at" in result.stderr
+    assert not none.exists()
+    assert "expected --delta, got none" in run(*SIZES, "--epsilon", "1").stderr

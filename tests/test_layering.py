@@ -15,6 +15,7 @@ GROUND = {
     "numerics": frozenset(),
     "rng": frozenset(),
     "types": frozenset({"numerics", "rng"}),
+    "events": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
@@ -24,7 +25,7 @@ COMPOSERS = frozenset(
     {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
     | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
-    | {"builtin", "curves", "launch", "odometer", "preflight", "words"}
+    | {"evaluation", "builtin", "curves", "launch", "odometer", "preflight", "words"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

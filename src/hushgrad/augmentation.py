@@ -38,7 +38,8 @@ class Views:
     def __call__(self, batch: Batch) -> Tensor:
         """One loss for each record of the batch."""
         repeated = map_tensors(lambda x: x.repeat_interleave(self.count, 0), batch)
-        return self.loss(self.augment(repeated)).unflatten(0, (-1, self.count)).mean(1)
+        losses: Tensor = self.loss(self.augment(repeated)).unflatten(0, (-1, self.count))
+        return losses.mean(1)
 
 
 def rows_per_record(loss: Loss) -> int:

@@ -69,7 +69,7 @@ class Clip:
         weights = torch.nan_to_num(weights, 0.0, 0.0, 0.0)
         bound = self.bound(norms.shape[1])
         size = (weights * given).square().sum(1, keepdim=True).sqrt()
-        weights = weights * (bound / size.clamp_min(bound))
+        weights = torch.where(size > bound, weights * (bound / size), weights)
         most = min(bound / SMALLEST_NORM, LARGEST_WEIGHT)
         weights = torch.where(weights.abs() > most, 0.0, weights)
         return torch.where(usable, weights, 0.0)

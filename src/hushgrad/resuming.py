@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hushgrad import checkpoint
-from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored, spend
+from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
@@ -148,23 +148,25 @@ def remembered(
     if budget is not None:
         refuse_reproducible(rng)
     _require_folder(folder, resume)
-    if budget is None and folder is None:
-        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    account = budget or own_budget(folder, plan.relation)
-    if resume:
-        return _resumed(plan, rng, account, folder, keep, fingerprint)
+        account = budget or own_budget(folder, plan.relation)
+        if resume:
+            return _resumed(plan, rng, account, folder, keep, fingerprint)
+    elif budget is not None:
+        account = budget
+    else:
+        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
     own = _own(rng)
-    if folder is not None:
-        (folder / KEY).unlink(missing_ok=True)  # of a run that never began
-        own.write(folder / KEY)
     entry = account.open(
-        spend(plan, plan.event(plan.steps)),
+        Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
         label=folder.name if folder else "",
         plan=plan.describe(),
         fingerprint=fingerprint(budget.salt) if budget else "",
     )
+    if folder is not None:
+        (folder / KEY).unlink(missing_ok=True)  # of a run that never began
+        own.write(folder / KEY)
     books = Books(entry, plan)
     return Memory(plan, own, fingerprint=fingerprint, books=books, folder=folder, keep=keep)
 
@@ -180,6 +182,11 @@ def _resumed(
             "pass the same keep= as before"
         )
     entry = account.entry(saved["entry"])
+    if entry.settled:
+        raise Refused(
+            f"expected a run that goes on, got the one in {folder}, which is over; start another "
+            "run in a folder of its own"
+        )
     file = folder / KEY
     own = Rng.read(file) if file.exists() else _own(rng)
     if not file.exists():

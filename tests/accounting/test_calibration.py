@@ -12,25 +12,35 @@ from hypothesis import strategies as st
 
 from hushgrad import Refused, Relation
 from hushgrad.accounting import (
-    FULL,
     GDP,
     PLD,
     RDP,
-    WITHOUT_REPLACEMENT,
     ZCDP,
     Accountant,
+    Drawn,
     Pld,
-    Scheme,
     Target,
     Training,
     calibrate,
+    fixed_batches,
+    full_batches,
     gaussian,
     least_noise,
     poisson,
+    poisson_batches,
     repeated,
-    truncated,
+    shuffled_batches,
+    truncated_batches,
 )
 from hushgrad.accounting.closed_forms import gaussian_noise_multiplier
+from hushgrad.sampling import (
+    FullBatch,
+    Poisson,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    WithoutReplacement,
+)
 
 DELTA = 1e-5
 ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
@@ -52,10 +62,11 @@ def test_the_reference_value() -> None:
         (Training(50_000, 1000, None, 5000), 3.0, ADD, PLD),
         (Training(50_000, 1000, None, 5000), 0.5, ONE, PLD),
         (Training(50_000, 1000, None, 5000), 8.0, ZERO, RDP),
-        (Training(1000, 1000, None, 10_000, FULL), 3.0, ADD, PLD),
-        (Training(1000, 1000, None, 100, FULL), 1.0, ONE, ZCDP),
-        (Training(5000, 50, None, 200, WITHOUT_REPLACEMENT), 3.0, ONE, RDP),
-        (Training(5000, 50, None, 200, truncated(80)), 3.0, ADD, PLD),
+        (Training(1000, 1000, None, 10_000, full_batches), 3.0, ADD, PLD),
+        (Training(1000, 1000, None, 100, full_batches), 1.0, ONE, ZCDP),
+        (Training(5000, 50, None, 200, fixed_batches), 3.0, ONE, RDP),
+        (Training(5000, 50, None, 200, truncated_batches(80)), 3.0, ADD, PLD),
+        (Training(5000, 64, None, 200, shuffled_batches), 3.0, ONE, PLD),
     ],
 )
 def test_noise_is_the_least_that_keeps_the_target(
@@ -93,7 +104,7 @@ def test_noise_errs_on_the_private_side(
 
 
 def test_one_release_is_calibrated_like_the_exact_mechanism() -> None:
-    found = calibrate(Training(10, 10, None, 1, FULL), epsilon=2.0, delta=DELTA)
+    found = calibrate(Training(10, 10, None, 1, full_batches), epsilon=2.0, delta=DELTA)
     exact = gaussian_noise_multiplier(2.0, delta=DELTA)
     assert found.training.noise_multiplier == pytest.approx(exact, rel=1e-3)
     assert found.training.noise_multiplier >= exact * (1 - 1e-6)
@@ -125,7 +136,6 @@ def test_every_record_may_be_affordable() -> None:
 def test_epsilon_is_found_from_the_rest() -> None:
     run = Training(25_000, 1000, 1.5, 2250)
     assert round(calibrate(run, delta=DELTA).epsilon, 3) == 6.769
-    assert run.rate == 0.04
 
 
 def test_a_run_of_two_kinds_of_step_is_calibrated() -> None:
@@ -184,24 +194,36 @@ def test_a_batch_larger_than_the_data_raises() -> None:
         Training(100, 200, 1.0, 1)
 
 
+def test_a_run_without_steps_raises() -> None:
+    with pytest.raises(ValueError, match="expected steps >= 1, got 0"):
+        Training(100, 10, 1.0, 0)
+
+
 def test_a_target_out_of_reach_is_refused() -> None:
     with pytest.raises(Refused, match="expected a target that one step or record meets, got"):
-        calibrate(Training(100, 100, 0.5, None, FULL), epsilon=0.1, delta=DELTA)
+        calibrate(Training(100, 100, 0.5, None, full_batches), epsilon=0.1, delta=DELTA)
 
 
 def test_a_gap_is_refused_before_the_search() -> None:
-    run = Training(100, 10, None, 10, WITHOUT_REPLACEMENT)
+    run = Training(100, 10, None, 10, fixed_batches)
     with pytest.raises(Refused, match="use rdp under replace-one, or Poisson sampling"):
         calibrate(run, epsilon=1.0, delta=DELTA)
 
 
-def test_schemes_are_named() -> None:
-    assert [repr(s) for s in (FULL, WITHOUT_REPLACEMENT, truncated(5))] == [
-        "full",
-        "without-replacement",
-        "truncated-poisson",
-    ]
-    assert isinstance(FULL, Scheme)
+@pytest.mark.parametrize(
+    ("drawn", "sampling"),
+    [
+        (poisson_batches, Poisson(0.1)),
+        (truncated_batches(15), TruncatedPoisson(0.1, 15)),
+        (fixed_batches, WithoutReplacement(10)),
+        (shuffled_batches, Shuffled(10)),
+        (full_batches, FullBatch()),
+    ],
+)
+def test_a_run_is_the_event_that_its_sampling_states(drawn: Drawn, sampling: Sampling) -> None:
+    run = Training(100, 10, 1.5, 25, drawn)
+    assert drawn(10, 100) == sampling
+    assert run.event == sampling.run_event(gaussian(1.5), num_records=100, num_steps=25)
 
 
 @pytest.mark.slow

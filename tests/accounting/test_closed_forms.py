@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hushgrad import Refused, Relation
-from hushgrad.accounting import PLD, RDP, gaussian, repeated, without_replacement
+from hushgrad.accounting import PLD, RDP, gaussian, joint_multiplier, repeated
 from hushgrad.accounting.closed_forms import (
+    adaptive_clipping_multiplier,
     gaussian_delta,
     gaussian_epsilon,
     gaussian_noise_multiplier,
@@ -20,6 +21,7 @@ from hushgrad.accounting.closed_forms import (
     sampled_gaussian_rdp,
     truncated_rdp,
 )
+from hushgrad.sampling import WithoutReplacement
 
 DELTA = 1e-5
 ONE = Relation.REPLACE_ONE
@@ -67,7 +69,7 @@ def test_theorem_2_2_suffices_up_to_8_and_not_beyond(steps: int) -> None:
 
 @pytest.mark.parametrize(("noise", "rate"), [(2.0, 0.001), (4.0, 0.001), (8.0, 0.01)])
 def test_lemma_3_7_is_above_the_package(noise: float, rate: float) -> None:
-    event = without_replacement(int(rate * 100_000), gaussian(noise), records=100_000)
+    event = WithoutReplacement(int(rate * 100_000)).amplify(gaussian(noise), num_records=100_000)
     orders, values = RDP.curve(event, ONE)
     found = dict(zip(orders, values, strict=True))
     for alpha in (2.0, 3.0):
@@ -95,7 +97,8 @@ def test_theorem_5_1_keeps_its_epsilon() -> None:
     noise = recursive_momentum_noise_multiplier(
         8.0, delta=DELTA, steps=20_000, records=60_000, batch=500
     )
-    run = repeated(20_000, without_replacement(500, gaussian(noise), records=60_000))
+    sampling = WithoutReplacement(500)
+    run = sampling.run_event(gaussian(noise), num_records=60_000, num_steps=20_000)
     assert RDP.epsilon(run, delta=DELTA, relation=ONE) <= 8.0
     closed = sampled_gaussian_epsilon(noise, rate=500 / 60_000, steps=20_000, delta=DELTA)
     assert closed <= 8.0
@@ -110,7 +113,7 @@ def test_theorem_5_1_keeps_its_epsilon() -> None:
 
 def test_proposition_e_3_is_above_the_package_where_it_is_proved() -> None:
     noise = 2 * math.sqrt(5)
-    event = without_replacement(1000, gaussian(noise), records=100_000)
+    event = WithoutReplacement(1000).amplify(gaussian(noise), num_records=100_000)
     found = dict(zip(*RDP.curve(event, ONE), strict=True))
     for alpha in (2.0, 5.0, 11.0):
         assert truncated_rdp(alpha, rate=0.01, noise_multiplier=noise) >= found[alpha]
@@ -122,5 +125,36 @@ def test_the_conditions_of_proposition_e_3() -> None:
             truncated_rdp(2.0, rate=0.01, noise_multiplier=noise)
     with pytest.raises(Refused, match=r"and 0\.1; use the rdp accountant"):
         truncated_rdp(2.0, rate=0.1, noise_multiplier=6.0)
-    with pytest.raises(Refused, match=r"expected 1 < α <= .* got α = 25"):
+    with pytest.raises(Refused, match=r"expected 1 < α < .* got α = 25"):
         truncated_rdp(25.0, rate=0.01, noise_multiplier=6.0)
+
+
+def test_the_conditions_of_the_source_follow_from_two_of_them() -> None:
+    """Bun et al. 2018, Theorem 11, has four; at ρ, γ <= 0.1 the last two hold by themselves."""
+    for rho in (1e-6, 1e-3, 0.03, 0.1):
+        for rate in (1e-6, 1e-3, 0.1):
+            assert math.log(1 / rate) >= 3 * rho * (2 + math.log2(1 / rho))
+            assert math.log(1 / rate) >= 6 * rho
+    assert math.log(1 / 0.9) < 3 * 0.1 * (2 + math.log2(1 / 0.1))  # not at every rate
+
+
+# --- quantile-adaptive clipping ---
+
+
+@given(noise=st.floats(0.1, 50), share=st.floats(1.01, 1e4))
+def test_the_sum_and_its_count_together_are_the_noise_asked_for(noise: float, share: float) -> None:
+    count = share * noise
+    left = adaptive_clipping_multiplier(noise, count_noise=count / 2)
+    assert left > noise
+    assert joint_multiplier([left, count]) == pytest.approx(noise, rel=1e-9)
+
+
+def test_the_paper_s_choice_costs_next_to_nothing() -> None:
+    """σ_b is a twentieth of 100 clients: 5, and z = 1 becomes 1.005 on the sum."""
+    assert adaptive_clipping_multiplier(1.0, count_noise=5.0) == pytest.approx(0.99**-0.5)
+
+
+@pytest.mark.parametrize("count", [0.5, 0.3, 0.0, -5.0, math.inf, math.nan])
+def test_a_count_that_costs_everything_is_refused(count: float) -> None:
+    with pytest.raises(Refused, match="expected 0 < noise_multiplier < 2 count_noise"):
+        adaptive_clipping_multiplier(1.0, count_noise=count)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from scipy.stats import binom, norm
 
 from hushgrad import Refused, Relation
 from hushgrad.accounting import (
     GDP,
     PLD,
     RDP,
+    Pld,
     PureDpEvent,
+    ShuffledDpEvent,
     gaussian,
     group_epsilon,
     poisson,
     repeated,
-    shuffled,
-    truncated_poisson,
-    without_replacement,
 )
 from hushgrad.accounting.closed_forms import gaussian_epsilon
+from hushgrad.sampling import TruncatedPoisson, WithoutReplacement
 
 DELTA = 1e-5
 ONE = Relation.REPLACE_ONE
@@ -28,7 +32,7 @@ def test_noise_on_everything_is_scaled_by_the_group() -> None:
     found = group_epsilon(gaussian(4.0), size=4, delta=DELTA)
     assert round(found, 4) == 4.3772
     assert round(group_epsilon(gaussian(4.0), size=2, delta=DELTA, relation=ONE), 4) == 4.3772
-    passes = repeated(2, shuffled(2, gaussian(8.0)))
+    passes = repeated(2, ShuffledDpEvent(2, gaussian(8.0)))
     assert group_epsilon(passes, size=2, delta=DELTA, relation=ONE) == pytest.approx(
         gaussian_epsilon(1.0, delta=DELTA), rel=1e-6
     )
@@ -53,6 +57,33 @@ def test_poisson_sampling_counts_how_many_are_drawn() -> None:
     assert two < group_epsilon(run, size=2, delta=DELTA, accountant=RDP)
 
 
+@pytest.mark.parametrize(("size", "rate", "noise"), [(2, 0.1, 1.0), (3, 0.3, 2.0), (5, 0.01, 1.5)])
+def test_a_drawn_group_is_the_exact_mixture(size: int, rate: float, noise: float) -> None:
+    """One step: N(0, σ²) against N(j, σ²) with j of the group in the batch, integrated."""
+    x = np.linspace(-15, 20, 35_001)
+    lengths = np.arange(size + 1)[:, None]
+    drawn = (binom.pmf(lengths, size, rate) * norm.pdf(x, lengths, noise)).sum(0)
+    none = norm.pdf(x, 0, noise)
+    for epsilon in (0.3, 1.0):
+        excess = [
+            np.maximum(p - math.exp(epsilon) * q, 0) for p, q in ((drawn, none), (none, drawn))
+        ]
+        exact = max(part.sum() * (x[1] - x[0]) for part in excess)
+        step, quick = poisson(rate, gaussian(noise)), Pld(1e-3)
+        found = group_epsilon(step, size=size, delta=float(exact), accountant=quick)
+        assert epsilon * (1 - 1e-5) <= found <= epsilon + 1e-2
+
+
+def test_a_large_group_at_a_small_rate_has_probabilities() -> None:
+    """q^k is below the rounding of their sum, which must not make it negative."""
+    found = [
+        group_epsilon(poisson(rate, gaussian(8.0)), size=12, delta=DELTA, accountant=Pld(1e-3))
+        for rate in (0.003, 0.01, 0.03, 0.1)
+    ]
+    assert found == sorted(found)
+    assert found[0] > 0
+
+
 def test_two_records_at_a_rate_near_one_are_the_exact_mechanism() -> None:
     found = group_epsilon(poisson(1 - 1e-9, gaussian(2.0)), size=2, delta=DELTA)
     exact = gaussian_epsilon(1.0, delta=DELTA)
@@ -60,11 +91,11 @@ def test_two_records_at_a_rate_near_one_are_the_exact_mechanism() -> None:
 
 
 def test_the_general_conversion() -> None:
-    run = repeated(100, without_replacement(100, gaussian(8.0), records=10_000))
+    run = WithoutReplacement(100).run_event(gaussian(8.0), num_records=10_000, num_steps=100)
     one = RDP.epsilon(run, delta=DELTA, relation=ONE)
     two = group_epsilon(run, size=2, delta=DELTA, relation=ONE, accountant=RDP)
     assert two > 2 * one
-    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     assert group_epsilon(cut, size=2, delta=DELTA, relation=ONE) > 0
 
 
@@ -74,7 +105,7 @@ def test_what_a_group_refuses() -> None:
         group_epsilon(run, size=2, delta=DELTA, accountant=GDP)
     with pytest.raises(ValueError, match="expected size to be a whole number above 0, got 0"):
         group_epsilon(run, size=0, delta=DELTA)
-    cut = truncated_poisson(0.01, gaussian(4.0), max_batch=150, records=10_000)
+    cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     with pytest.raises(Refused, match="where the number of records changes; use replace-one"):
         group_epsilon(cut, size=2, delta=DELTA)
     with pytest.raises(Refused, match="expected noise that protects 100 records at once, got"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import (
     ComposedDpEvent,
@@ -14,11 +16,13 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 from dp_accounting.dp_event import (
+    NoOpDpEvent,
     RandomizedResponseDpEvent,
     RepeatAndSelectDpEvent,
     SampledWithReplacementDpEvent,
     ZCDpEvent,
 )
+from scipy.stats import binom, hypergeom, norm
 
 from hushgrad import Refused, Relation
 from hushgrad.accounting import (
@@ -26,15 +30,16 @@ from hushgrad.accounting import (
     PLD,
     RDP,
     Accountant,
+    Pld,
     PureDpEvent,
+    ShuffledDpEvent,
     gaussian,
+    joint_multiplier,
     poisson,
     repeated,
-    shuffled,
-    truncated_poisson,
-    without_replacement,
 )
 from hushgrad.accounting.closed_forms import gaussian_epsilon
+from hushgrad.sampling import Shuffled, TruncatedPoisson, WithoutReplacement
 
 DELTA = 1e-5
 ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
@@ -42,9 +47,9 @@ ADD, ONE, ZERO = Relation.ADD_REMOVE, Relation.REPLACE_ONE, Relation.ZERO_OUT
 EVENTS: dict[str, DpEvent] = {
     "full": gaussian(2.0),
     "poisson": poisson(0.05, gaussian(2.0)),
-    "truncated": truncated_poisson(0.05, gaussian(2.0), max_batch=70, records=1000),
-    "fixed size": without_replacement(50, gaussian(2.0), records=1000),
-    "shuffled": shuffled(3, gaussian(2.0)),
+    "truncated": TruncatedPoisson(0.05, 70).amplify(gaussian(2.0), num_records=1000),
+    "fixed size": WithoutReplacement(50).amplify(gaussian(2.0), num_records=1000),
+    "shuffled": Shuffled(50).run_event(gaussian(2.0), num_records=1000, num_steps=41),
     "with replacement": SampledWithReplacementDpEvent(1000, 50, gaussian(2.0)),
     "laplace": LaplaceDpEvent(2.0),
     "poisson laplace": PoissonSampledDpEvent(0.05, LaplaceDpEvent(2.0)),
@@ -122,6 +127,25 @@ def test_shuffled_batches_are_never_add_remove() -> None:
         PLD.epsilon(EVENTS["shuffled"], delta=DELTA)
 
 
+def test_the_ban_on_add_remove_is_in_the_event_itself() -> None:
+    """Also of a step by itself, of part of an epoch, and inside other events."""
+    sampling = Shuffled(50)
+    step = sampling.amplify(gaussian(2.0), num_records=1000)
+    part = sampling.run_event(gaussian(2.0), num_records=1000, num_steps=1)
+    for event in (step, part, ComposedDpEvent([gaussian(2.0), repeated(3, step)])):
+        for accountant in ACCOUNTANTS.values():
+            with pytest.raises(Refused):
+                accountant.epsilon(event, delta=DELTA)
+            assert accountant.epsilon(event, delta=DELTA, relation=ONE) > 0
+
+
+def test_nothing_costs_nothing() -> None:
+    assert repeated(0, gaussian(1.0)) == NoOpDpEvent()
+    none = Shuffled(50).run_event(gaussian(2.0), num_records=1000, num_steps=0)
+    for accountant in ACCOUNTANTS.values():
+        assert accountant.epsilon(none, delta=DELTA) == pytest.approx(0, abs=1e-6)
+
+
 # --- what the same noise means ---
 
 
@@ -148,7 +172,7 @@ def test_replace_one_doubles_the_sensitivity_once(
 def test_replace_one_is_add_remove_at_half_the_noise(accountant: Accountant) -> None:
     twice = accountant.epsilon(gaussian(2.0), delta=DELTA, relation=ONE)
     assert twice == pytest.approx(accountant.epsilon(gaussian(1.0), delta=DELTA), rel=1e-6)
-    passes = accountant.epsilon(shuffled(4, gaussian(4.0)), delta=DELTA, relation=ONE)
+    passes = accountant.epsilon(ShuffledDpEvent(4, gaussian(4.0)), delta=DELTA, relation=ONE)
     assert passes == pytest.approx(twice, rel=1e-6)
     assert passes >= gaussian_epsilon(1.0, delta=DELTA) * (1 - 1e-6)
 
@@ -164,7 +188,7 @@ def test_fixed_size_sampling_is_told_noise_over_sensitivity() -> None:
 
 
 def test_a_batch_of_everything_is_full_batch() -> None:
-    whole = without_replacement(1000, gaussian(4.0), records=1000)
+    whole = WithoutReplacement(1000).amplify(gaussian(4.0), num_records=1000)
     found = RDP.epsilon(whole, delta=DELTA, relation=ONE)
     assert found == pytest.approx(RDP.epsilon(gaussian(4.0), delta=DELTA, relation=ONE), rel=1e-6)
     assert poisson(1.0, gaussian(4.0)) == gaussian(4.0)
@@ -181,13 +205,73 @@ def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
     plain = PLD.epsilon(repeated(50, poisson(0.05, gaussian(2.0))), delta=DELTA)
     found = [
         PLD.epsilon(
-            repeated(50, truncated_poisson(0.05, gaussian(2.0), max_batch=largest, records=1000)),
+            TruncatedPoisson(0.05, largest).run_event(
+                gaussian(2.0), num_records=1000, num_steps=50
+            ),
             delta=DELTA,
         )
         for largest in (50, 60, 80)
     ]
     assert found == sorted(found, reverse=True)
     assert found[-1] >= plain * (1 - 1e-6)
+
+
+# --- truncated Poisson with fewer records than the public count ---
+
+
+def divergence(one: Any, two: Any, epsilon: float) -> float:
+    """∫ max(p − e^ε q, 0), the larger of both directions, on a grid that is fine for noise 1."""
+    x = np.linspace(-20, 16, 18_001)
+    p, q = ((w[:, None] * norm.pdf(x, c[:, None], 1.0)).sum(0) for w, c in (one, two))
+    gaps = [np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((p, q), (q, p))]
+    return float(max(gaps) * (x[1] - x[0]))
+
+
+def truncated_sums(places: int, filled: int, *, rate: float, most: int, last: float) -> Any:
+    """Weights and centres of the sum over a cut batch, by counting.
+
+    Of the `places`, `filled` hold a record of −1, one holds `last` (0 if it was removed), the
+    others nothing. All are drawn, and cut at random, whether they hold something or not.
+    """
+    weights, centres = [], []
+    for drawn in range(places):  # of the places other than the last one
+        for here in (0, 1):
+            chance = binom.pmf(drawn, places - 1, rate) * (rate if here else 1 - rate)
+            kept = min(drawn + here, most)
+            stays = kept / (drawn + here) if here else 0.0
+            for stayed, share in ((1, stays), (0, 1 - stays)):
+                count = kept - stayed
+                if share == 0 or count > drawn:
+                    continue
+                for full in range(count + 1):
+                    weight = hypergeom.pmf(full, places - 1, filled, count)
+                    weights.append(chance * share * weight)
+                    centres.append(stayed * last - full)
+    return np.array(weights), np.array(centres, dtype=float)
+
+
+@pytest.mark.parametrize(("places", "filled"), [(12, 11), (12, 6), (12, 0)])
+def test_truncation_covers_fewer_records_in_public_places(places: int, filled: int) -> None:
+    """The event for the public count holds although some places are empty (see `Loader`)."""
+    rate, most = 0.5, 4
+    event = TruncatedPoisson(rate, most).amplify(gaussian(1.0), num_records=places)
+    with_it, without = (
+        truncated_sums(places, filled, rate=rate, most=most, last=last) for last in (1.0, 0.0)
+    )
+    assert with_it[0].sum() == pytest.approx(1)
+    for epsilon in (0.2, 0.5, 1.0, 2.0):
+        exact = divergence(with_it, without, epsilon)
+        assert exact <= Pld(1e-3).delta(event, epsilon=epsilon) * (1 + 1e-6)
+
+
+def test_truncation_of_the_records_alone_is_not_covered() -> None:
+    """Were empty places left out, the event for the public count would promise too much."""
+    rate, most, records, public = 0.5, 4, 5, 400
+    promised = TruncatedPoisson(rate, most).amplify(gaussian(1.0), num_records=public)
+    with_it, without = (
+        truncated_sums(records, 0, rate=rate, most=most, last=last) for last in (1.0, 0.0)
+    )
+    assert divergence(with_it, without, 1.0) > 2 * Pld(1e-3).delta(promised, epsilon=1.0)
 
 
 # --- what makes no event ---
@@ -198,22 +282,11 @@ def test_cutting_batches_costs_and_less_the_later_they_are_cut() -> None:
     [
         (lambda: gaussian(0.0), "expected noise_multiplier > 0 and finite, got 0.0"),
         (lambda: gaussian(float("nan")), "expected noise_multiplier > 0 and finite, got nan"),
-        (lambda: poisson(0.0, gaussian(1.0)), "expected 0 < rate <= 1, got 0.0"),
-        (lambda: poisson(2.0, gaussian(1.0)), "expected 0 < rate <= 1, got 2.0"),
-        (lambda: repeated(0, gaussian(1.0)), "expected steps to be a whole number above 0"),
-        (lambda: shuffled(0, gaussian(1.0)), "expected epochs to be a whole number above 0"),
-        (
-            lambda: without_replacement(11, gaussian(1.0), records=10),
-            "expected 1 <= batch <= records, got batch 11 of 10 records",
-        ),
-        (
-            lambda: truncated_poisson(0.1, gaussian(1.0), max_batch=0, records=10),
-            "expected 1 <= batch <= records, got batch 0 of 10 records",
-        ),
-        (
-            lambda: truncated_poisson(0.1, LaplaceDpEvent(1.0), max_batch=5, records=10),
-            "expected Gaussian noise on a truncated Poisson batch, got LaplaceDpEvent",
-        ),
+        (lambda: poisson(0.0, gaussian(1.0)), r"expected 2\*\*-32 <= rate <= 1, got 0.0"),
+        (lambda: poisson(2.0, gaussian(1.0)), r"expected 2\*\*-32 <= rate <= 1, got 2.0"),
+        (lambda: repeated(-1, gaussian(1.0)), "expected a whole number of steps, 0 or more, got"),
+        (lambda: joint_multiplier([]), "expected one noise multiplier or more, each above 0"),
+        (lambda: joint_multiplier([1.0, 0.0]), "expected one noise multiplier or more, each above"),
     ],
 )
 def test_numbers_that_make_no_sense_raise(make: Any, message: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from hushgrad.events import ShuffledDpEvent
 from hushgrad.rng import Rng
 from hushgrad.sampling import (
     FullBatch,
@@ -55,7 +56,7 @@ def test_another_step_or_key_draws_another_batch(scheme: Scheme) -> None:
         (TruncatedPoisson(0.05, 48), dp.TruncatedSubsampledGaussianDpEvent(1000, 0.05, 48, 1.3)),
         (WithoutReplacement(50), dp.SampledWithoutReplacementDpEvent(1000, 50, GAUSS)),
         (FullBatch(), GAUSS),
-        (Shuffled(50), GAUSS),
+        (Shuffled(50), ShuffledDpEvent(1, GAUSS)),
     ],
     ids=str,
 )
@@ -63,7 +64,8 @@ def test_the_event_of_a_step_and_of_a_run(scheme: Scheme, expected: dp.DpEvent) 
     for sampling in (scheme, Stated([], scheme)):
         assert sampling.amplify(GAUSS, num_records=1000) == expected
         run = sampling.run_event(GAUSS, num_records=1000, num_steps=41)
-        assert run == dp.SelfComposedDpEvent(expected, 3 if scheme == Shuffled(50) else 41)
+        epochs = ShuffledDpEvent(3, GAUSS)
+        assert run == (epochs if scheme == Shuffled(50) else dp.SelfComposedDpEvent(expected, 41))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_the_event_of_a_step_and_of_a_run(scheme: Scheme, expected: dp.DpEvent) 
 def test_a_shuffled_epoch_costs_one_event(num_steps: int, epochs: int) -> None:
     """1000 records in batches of 64 are 16 steps, the last of 40 records."""
     run = Shuffled(64).run_event(GAUSS, num_records=1000, num_steps=num_steps)
-    assert run == dp.SelfComposedDpEvent(GAUSS, epochs)
+    assert run == ShuffledDpEvent(epochs, GAUSS)
 
 
 def test_truncation_is_accounted_for_gaussian_noise_only() -> None:

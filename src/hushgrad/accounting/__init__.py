@@ -17,6 +17,7 @@ under a `Relation`, or refuses and says what would work:
 | without replacement | – | RDP | – |
 | shuffled, unamplified | – | PLD, RDP, zCDP, GDP | PLD, RDP, zCDP, GDP |
 
+What was sampled is said by a value of `hushgrad.sampling`, whose `run_event` is the event of a run.
 GDP is an approximation: it is shown, and calibrates nothing. `calibrate` finds the noise, the
 steps, the batch or the ε that is missing from a `Training`, always on the private side.
 `group_epsilon` protects several records at once. `closed_forms` has the papers' own formulas, each
@@ -26,49 +27,47 @@ with its conditions checked.
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, Pld, Rdp
 from hushgrad.accounting.additive import ACCOUNTANTS, GDP, ZCDP, Gdp, Zcdp
 from hushgrad.accounting.calibration import Guarantee, Target, calibrate, least_noise, most
-from hushgrad.accounting.events import (
-    PureDpEvent,
-    ShuffledDpEvent,
-    gaussian,
-    joint_multiplier,
-    on_one_batch,
-    poisson,
-    repeated,
-    shuffled,
-    truncated_poisson,
-    without_replacement,
-)
+from hushgrad.accounting.events import gaussian, poisson, uniformly_stopped
 from hushgrad.accounting.group import group_epsilon
 from hushgrad.accounting.training import (
-    FULL,
-    POISSON,
-    WITHOUT_REPLACEMENT,
-    Scheme,
+    Drawn,
     Training,
-    truncated,
+    fixed_batches,
+    full_batches,
+    poisson_batches,
+    shuffled_batches,
+    truncated_batches,
+)
+from hushgrad.events import (
+    MixedDpEvent,
+    PureDpEvent,
+    ShuffledDpEvent,
+    joint_multiplier,
+    on_one_batch,
+    repeated,
 )
 
 __all__ = [
     "ACCOUNTANTS",
-    "FULL",
     "GDP",
     "PLD",
-    "POISSON",
     "RDP",
-    "WITHOUT_REPLACEMENT",
     "ZCDP",
     "Accountant",
+    "Drawn",
     "Gdp",
     "Guarantee",
+    "MixedDpEvent",
     "Pld",
     "PureDpEvent",
     "Rdp",
-    "Scheme",
     "ShuffledDpEvent",
     "Target",
     "Training",
     "Zcdp",
     "calibrate",
+    "fixed_batches",
+    "full_batches",
     "gaussian",
     "group_epsilon",
     "joint_multiplier",
@@ -76,9 +75,9 @@ __all__ = [
     "most",
     "on_one_batch",
     "poisson",
+    "poisson_batches",
     "repeated",
-    "shuffled",
-    "truncated",
-    "truncated_poisson",
-    "without_replacement",
+    "shuffled_batches",
+    "truncated_batches",
+    "uniformly_stopped",
 ]

@@ -12,16 +12,16 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from dp_accounting import DpEvent, NonPrivateDpEvent
-from dp_accounting.dp_event import NoOpDpEvent
 from dp_accounting.rdp.rdp_privacy_accountant import (
     DEFAULT_RDP_ORDERS,
     compute_delta,
     compute_epsilon,
 )
+from scipy.special import logsumexp
 
 from hushgrad.accounting import packaged
-from hushgrad.accounting.events import leaves
 from hushgrad.accounting.refusals import refuse
+from hushgrad.events import MixedDpEvent
 from hushgrad.types import Refused, Relation
 
 
@@ -72,7 +72,8 @@ class Pld:
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        return not self._gaps(event, relation)
+        alone = not packaged.composes_a_mixture(event, relation)
+        return alone and not self._gaps(event, relation)
 
     def epsilon(
         self, event: DpEvent, *, delta: float, relation: Relation = Relation.ADD_REMOVE
@@ -80,9 +81,9 @@ class Pld:
         """Return ε at this δ, or raise `Refused` with the remedy."""
         require_delta(delta)
         accountant = self._composed(event, relation)
-        usable = delta - _fourier_slack(event)
+        usable = delta - _fourier_slack(event, relation)
         found = float(accountant.get_epsilon(usable)) if usable > 0 else math.inf
-        if found == math.inf and not _bare(event):
+        if found == math.inf and not _bare(event, relation):
             raise Refused(
                 f"expected a delta that the pld accountant can resolve, got {delta}, which is "
                 "within its rounding; use the rdp accountant or a larger delta"
@@ -95,20 +96,22 @@ class Pld:
         """Return δ at this ε, or raise `Refused` with the remedy."""
         require_epsilon(epsilon)
         found = float(self._composed(event, relation).get_delta(epsilon))
-        return min(1.0, max(0.0, found) + _fourier_slack(event))
+        return min(1.0, max(0.0, found) + _fourier_slack(event, relation))
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
         accountant = packaged.PldAccountant(relation, self.interval)
-        return [p for p, _ in packaged.parts(event, relation) if not accountant.supports(p)]
+        return [p for p in packaged.kinds(event, relation) if not accountant.supports(p)]
 
     def _composed(self, event: DpEvent, relation: Relation) -> packaged.PldAccountant:
         for gap in self._gaps(event, relation):
             refuse(self, gap, relation, among=(PLD, RDP))
+        if packaged.composes_a_mixture(event, relation):
+            raise Refused(
+                "expected a mixture by itself for the pld accountant, got one that is composed "
+                "with other events; use the rdp accountant"
+            )
         interval = packaged.interval_for(event, relation, self.interval)
-        accountant = packaged.PldAccountant(relation, interval)
-        for part, count in packaged.parts(event, relation):
-            accountant.compose(part, count)
-        return accountant
+        return packaged.composed(event, relation, interval)
 
 
 @dataclass(frozen=True)
@@ -128,24 +131,50 @@ class Rdp:
         return not self._gaps(event, relation)
 
     def curve(self, event: DpEvent, relation: Relation) -> tuple[np.ndarray, np.ndarray]:
-        """Return the orders that could be computed, and ε(α) at each of them."""
+        """Return the orders, and ε(α) at each of them."""
         for gap in self._gaps(event, relation):
             refuse(self, gap, relation, among=(PLD, RDP))
+        return np.array(self.orders), self._added(event, relation, {})
+
+    def _added(
+        self, event: DpEvent, relation: Relation, known: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Add up ε(α) of the parts; `known` keeps those of parts that come more than once."""
+        total = np.zeros(len(self.orders))
+        for part, count in packaged.parts(event, relation):
+            key = repr(part)
+            if key not in known:
+                mixed = isinstance(part, MixedDpEvent)
+                found = self._mixed(part, relation, known) if mixed else self._one(part, relation)
+                known[key] = found
+            total += count * known[key]
+        return total
+
+    def _one(self, part: DpEvent, relation: Relation) -> np.ndarray:
         accountant = packaged.RenyiAccountant(relation, self.orders)
-        releases = 0
         with packaged.quiet():
-            for part, count in packaged.parts(event, relation):
-                accountant.compose(packaged.told_to_rdp(part, relation), count)
-                releases += 0 if isinstance(part, NoOpDpEvent) else count
-        orders, values = accountant.orders, accountant.rdp
+            accountant.compose(packaged.told_to_rdp(part, relation))
         # A value of 0 or less is rounding, and the package would take it for no release at all.
-        return orders, np.maximum(values, 0.0) + releases * 2.0**-50 / (orders - 1)
+        padding = 2.0**-50 / (np.array(self.orders) - 1)
+        return np.asarray(np.maximum(accountant.rdp, 0.0) + padding)
+
+    def _mixed(
+        self, event: MixedDpEvent, relation: Relation, known: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """Return log(Σ p_t e^((α-1) ε_t(α))) / (α-1), the divergence of a public draw."""
+        above = np.array(self.orders) - 1
+        drawn = [
+            math.log(chance) + above * self._added(each, relation, known)
+            for each, chance in zip(event.events, event.probabilities, strict=True)
+            if chance > 0
+        ]
+        return np.asarray(logsumexp(np.stack(drawn), axis=0) / above)
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
         accountant = packaged.RenyiAccountant(relation, self.orders)
         return [
             part
-            for part, _ in packaged.parts(event, relation)
+            for part in packaged.kinds(event, relation)
             if not accountant.supports(packaged.told_to_rdp(part, relation))
         ]
 
@@ -183,12 +212,12 @@ def require_epsilon(epsilon: float) -> None:
         raise ValueError(f"expected epsilon >= 0 and finite, got {epsilon}; 1 to 8 is usual")
 
 
-def _bare(event: DpEvent) -> bool:
-    return any(isinstance(part, NonPrivateDpEvent) for part, _ in leaves(event))
+def _bare(event: DpEvent, relation: Relation) -> bool:
+    return any(isinstance(part, NonPrivateDpEvent) for part in packaged.kinds(event, relation))
 
 
-def _fourier_slack(event: DpEvent) -> float:
+def _fourier_slack(event: DpEvent, relation: Relation) -> float:
     # Composing T times in the Fourier domain was seen to take up to 2.4e-17·T off δ (T to 1e6,
     # against the exact Gaussian mechanism; tests/accounting/test_reference_values.py): 2⁻⁵²·T
     # is nine times that.
-    return sum(count for _, count in leaves(event)) * 2.0**-52
+    return packaged.releases(event, relation) * 2.0**-52

@@ -11,8 +11,8 @@ from dp_accounting.dp_event import LaplaceDpEvent, NoOpDpEvent, ZCDpEvent
 from hushgrad.accounting import packaged
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, require_delta, require_epsilon
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
-from hushgrad.accounting.events import PureDpEvent
 from hushgrad.accounting.refusals import refuse
+from hushgrad.events import PureDpEvent
 from hushgrad.types import Relation
 
 

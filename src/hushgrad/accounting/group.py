@@ -15,15 +15,14 @@ from dp_accounting import (
 from dp_accounting.dp_event import (
     LaplaceDpEvent,
     MixtureOfGaussiansDpEvent,
-    NoOpDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
 from scipy.stats import binom
 
 from hushgrad.accounting.accountants import PLD, Accountant, Pld, require_delta
 from hushgrad.accounting.calibration import require_proof
-from hushgrad.accounting.events import PureDpEvent
-from hushgrad.accounting.packaged import Parts, parts
+from hushgrad.accounting.packaged import kinds, parts
+from hushgrad.events import MixedDpEvent, PureDpEvent
 from hushgrad.types import Refused, Relation
 
 
@@ -35,11 +34,15 @@ def group_epsilon(
     relation: Relation = Relation.ADD_REMOVE,
     accountant: Accountant = PLD,
 ) -> float:
-    """Return ε for any `size` records (k) at once, or for a user who has at most that many.
+    """Return ε for `size` records (k) at once, or for a user who has at most that many.
+
+    Under add/remove the whole group is added or the whole group is removed, and under zero-out
+    the whole group is blanked: a guarantee for a user who takes part or does not. Adding some
+    records while removing others is another relation, which the mixture below does not cover.
 
     Noise on whole batches is accounted for at k times the sensitivity. Poisson sampling by PLD
-    counts how many of the k are drawn, a mixture of Gaussians. Anything else goes through
-    (ε, δ) → (kε, δ(e^kε − 1)/(e^ε − 1)), which is far from tight.
+    counts how many of the k are drawn, a mixture of Gaussians at 0 up to k times the bound.
+    Anything else goes through (ε, δ) → (kε, δ(e^kε − 1)/(e^ε − 1)), which is far from tight.
 
     Reference: Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD; Vadhan 2017, Lemma 2.2.
     """
@@ -49,57 +52,64 @@ def group_epsilon(
         raise ValueError(f"expected size to be a whole number above 0, got {size}; pass 1 or up")
     if size == 1:
         return accountant.epsilon(event, delta=delta, relation=relation)
-    found = parts(event, relation)
-    if all(_scales(part) for part, _ in found):
-        scaled = _composed([(_scaled(part, size), count) for part, count in found])
+    scaled = _grouped(event, size, relation, drawn=False)
+    if scaled is not None:
         return accountant.epsilon(scaled, delta=delta, relation=relation)
-    if isinstance(accountant, Pld) and _mixes(found, relation):
-        mixed = _composed([(_mixed(part, size), count) for part, count in found])
+    counted = _grouped(event, size, relation, drawn=isinstance(accountant, Pld))
+    if counted is not None:
         # On the fine grid a mixture takes seconds; the coarse one over-states a little.
-        return accountant.sketch().epsilon(mixed, delta=delta, relation=relation)
+        return accountant.sketch().epsilon(counted, delta=delta, relation=relation)
     return _converted(event, size, delta, relation, accountant.sketch())
 
 
-def _scales(part: DpEvent) -> bool:
-    return isinstance(part, GaussianDpEvent | LaplaceDpEvent | PureDpEvent | NoOpDpEvent)
+def _grouped(event: DpEvent, size: int, relation: Relation, *, drawn: bool) -> DpEvent | None:
+    """The event as the whole group sees it, or None where a part has no such form.
+
+    `drawn` allows Poisson sampling, as a mixture over how many of the group are drawn.
+    """
+    found = []
+    for part, count in parts(event, relation):
+        one = _of_group(part, size, relation, drawn=drawn)
+        if one is None:
+            return None
+        found.append(SelfComposedDpEvent(one, count))
+    return ComposedDpEvent(found)
 
 
-def _scaled(part: DpEvent, size: int) -> DpEvent:
-    if isinstance(part, PureDpEvent):
-        return PureDpEvent(size * part.epsilon)
-    if isinstance(part, NoOpDpEvent):
-        return part
-    return attr.evolve(part, noise_multiplier=part.noise_multiplier / size)
+def _of_group(part: DpEvent, size: int, relation: Relation, *, drawn: bool) -> DpEvent | None:
+    match part:
+        case MixedDpEvent():
+            each = tuple(_grouped(inner, size, relation, drawn=drawn) for inner in part.events)
+            return None if None in each else MixedDpEvent(each, part.probabilities)
+        case PureDpEvent():
+            return PureDpEvent(size * part.epsilon)
+        case GaussianDpEvent() | LaplaceDpEvent():
+            return attr.evolve(part, noise_multiplier=part.noise_multiplier / size)
+        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=z)):
+            if drawn and relation is not Relation.REPLACE_ONE:
+                return _counted(z, size, part.sampling_probability)
+    return None
 
 
-def _mixes(found: Parts, relation: Relation) -> bool:
-    return relation is not Relation.REPLACE_ONE and all(
-        _scales(part)
-        or (isinstance(part, PoissonSampledDpEvent) and isinstance(part.event, GaussianDpEvent))
-        for part, _ in found
-    )
-
-
-def _mixed(part: DpEvent, size: int) -> DpEvent:
-    if not isinstance(part, PoissonSampledDpEvent):
-        return _scaled(part, size)
-    drawn = range(size + 1)
-    chances = [float(p) for p in binom.pmf(list(drawn), size, part.sampling_probability)]
-    chances[-1] += 1 - math.fsum(chances)
+def _counted(noise_multiplier: float, size: int, rate: float) -> DpEvent:
+    """A sum that moves by as many bounds as there are records of the group in the batch."""
+    lengths = range(size + 1)
+    chances = [float(p) for p in binom.pmf(list(lengths), size, rate)]
+    # They must add up to 1. What is missing goes where it costs most; what is too much comes from
+    # the largest of them, as the last may be smaller than the rounding.
+    over = math.fsum(chances) - 1
+    chances[-1] -= min(over, 0.0)
+    chances[chances.index(max(chances))] -= max(over, 0.0)
     return MixtureOfGaussiansDpEvent(
-        part.event.noise_multiplier, tuple(float(n) for n in drawn), tuple(chances)
+        noise_multiplier, tuple(float(n) for n in lengths), tuple(chances)
     )
-
-
-def _composed(found: Parts) -> DpEvent:
-    return ComposedDpEvent([SelfComposedDpEvent(part, count) for part, count in found])
 
 
 def _converted(
     event: DpEvent, size: int, delta: float, relation: Relation, accountant: Accountant
 ) -> float:
     """Return k times the least ε of one record whose δ, so enlarged, is small enough."""
-    cut = any(isinstance(p, TruncatedSubsampledGaussianDpEvent) for p, _ in parts(event, relation))
+    cut = any(isinstance(p, TruncatedSubsampledGaussianDpEvent) for p in kinds(event, relation))
     if cut and relation is Relation.ADD_REMOVE:
         raise Refused(
             "expected a group under replace-one or zero-out for truncated Poisson sampling, got "
@@ -114,6 +124,8 @@ def _converted(
         return accountant.delta(event, epsilon=epsilon, relation=relation) * enlarged <= delta
 
     one = accountant.epsilon(event, delta=delta, relation=relation)
+    if one == math.inf:
+        return one
     low, high = max(one, 1e-9), max(2 * one, 1e-6)
     while not enough(high):
         low, high = high, 1.5 * high

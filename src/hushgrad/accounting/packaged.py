@@ -7,9 +7,10 @@ by tests/accounting/test_relations.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,13 +25,15 @@ from dp_accounting import (
 )
 from dp_accounting.dp_event import (
     LaplaceDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NoOpDpEvent,
     RepeatAndSelectDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
 from dp_accounting.pld import PLDAccountant, common, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 
-from hushgrad.accounting.events import PureDpEvent, ShuffledDpEvent, merged, on_one_batch
+from hushgrad.events import MixedDpEvent, PureDpEvent, ShuffledDpEvent, merged, on_one_batch
 from hushgrad.types import Refused, Relation
 
 _RELATIONS = {
@@ -38,28 +41,75 @@ _RELATIONS = {
     Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
     Relation.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
-_MOST_POINTS = 1e6  # of a grid; beyond, the grid is made coarser, which over-states ε
+_MOST_POINTS = 1e6  # of all grids; beyond, they are made coarser, which over-states ε
 
 Parts = list[tuple[DpEvent, int]]
 """Events that are no compositions, with the number of times that each happens."""
 
 
 class PldAccountant(PLDAccountant):  # type: ignore[misc]
-    """The package's PLD accountant, which also knows `PureDpEvent`."""
+    """The package's PLD accountant, which also knows `PureDpEvent` and mixtures."""
 
     def __init__(self, relation: Relation, interval: float) -> None:
         super().__init__(_RELATIONS[relation], interval)
+        self._pld: Any
+        self._relation = relation
 
     def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
-        if not isinstance(event, PureDpEvent):
-            return super()._maybe_compose(event, count, do_compose)
-        if do_compose:
-            pair = privacy_loss_distribution.from_privacy_parameters(
-                common.DifferentialPrivacyParameters(event.epsilon, 0.0),
-                self._value_discretization_interval,
-            )
-            self._pld: Any = self._pld.compose(pair.self_compose(count))
-        return None
+        ours = isinstance(event, PureDpEvent)
+        if do_compose and (ours or _is_slow(event)):
+            one = _once(event, self._relation, self._value_discretization_interval)
+            self._pld = self._pld.compose(one.self_compose(count))
+            return None
+        return None if ours else super()._maybe_compose(event, count, do_compose)
+
+    def mix(self, found: Iterable[tuple[PldAccountant, float]]) -> None:
+        """Become one of these, each with its probability: their losses, so weighted."""
+        total = 0.0
+        for other, chance in found:
+            total += chance
+            if chance > 0:
+                self._pld = other._losses().compute_mixture(self._pld, chance / total)
+
+    def _losses(self) -> Any:
+        if not self._contains_non_dp_event:
+            return self._pld
+        nothing = common.DifferentialPrivacyParameters(0.0, 1.0)
+        return privacy_loss_distribution.from_privacy_parameters(
+            nothing, self._value_discretization_interval
+        )
+
+
+def _is_slow(event: DpEvent) -> bool:
+    """Tell whether one step takes the package longer than composing many."""
+    match event:
+        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=z)):
+            return bool(z > 0)
+        case MixtureOfGaussiansDpEvent(z, tuple(lengths), tuple()):
+            return bool(z > 0 and len(lengths) > 1)
+    return False
+
+
+@functools.lru_cache(maxsize=4)
+def _once(event: DpEvent, relation: Relation, interval: float) -> Any:
+    """The privacy loss of one step, kept for the next number of steps that is asked about."""
+    losses = privacy_loss_distribution
+    if isinstance(event, PureDpEvent):
+        pure = common.DifferentialPrivacyParameters(event.epsilon, 0.0)
+        return losses.from_privacy_parameters(pure, interval)
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        return losses.from_mixture_gaussian_mechanism(
+            standard_deviation=event.standard_deviation,
+            sensitivities=event.sensitivities,
+            sampling_probs=event.sampling_probs,
+            value_discretization_interval=interval,
+        )
+    return losses.from_gaussian_mechanism(
+        standard_deviation=event.event.noise_multiplier,
+        value_discretization_interval=interval,
+        sampling_prob=event.sampling_probability,
+        neighboring_relation=_RELATIONS[relation],
+    )
 
 
 class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
@@ -84,10 +134,51 @@ def parts(event: DpEvent, relation: Relation) -> Parts:
     found: Parts = []
     for part, count in merged(event):
         if isinstance(part, ShuffledDpEvent) and relation is not Relation.ADD_REMOVE:
-            found += [(p, count * part.epochs * c) for p, c in merged(part.event)]
-        else:
+            found += [(p, count * c) for p, c in merged(part.event)]
+        elif not isinstance(part, NoOpDpEvent):
             found.append((_on_one_batch(part), count))
     return found
+
+
+def kinds(event: DpEvent, relation: Relation) -> Iterator[DpEvent]:
+    """Every part of `event` that is neither a composition nor a mixture, those inside one too."""
+    for part, _ in parts(event, relation):
+        if isinstance(part, MixedDpEvent):
+            for drawn in part.events:
+                yield from kinds(drawn, relation)
+        else:
+            yield part
+
+
+def composes_a_mixture(event: DpEvent, relation: Relation) -> bool:
+    """Tell whether a mixture happens more than once, or together with another event."""
+    found = parts(event, relation)
+    mixed = [part for part, _ in found if isinstance(part, MixedDpEvent)]
+    if mixed and (len(found) > 1 or found[0][1] > 1):
+        return True
+    return any(composes_a_mixture(drawn, relation) for part in mixed for drawn in part.events)
+
+
+def releases(event: DpEvent, relation: Relation) -> int:
+    """Count the releases of `event`; of a mixture those of its longest event."""
+    return sum(
+        count * max(releases(drawn, relation) for drawn in part.events)
+        if isinstance(part, MixedDpEvent)
+        else count
+        for part, count in parts(event, relation)
+    )
+
+
+def composed(event: DpEvent, relation: Relation, interval: float) -> PldAccountant:
+    """Return the PLD accountant that was told `event`, of which it covers every part."""
+    accountant = PldAccountant(relation, interval)
+    for part, count in parts(event, relation):
+        if isinstance(part, MixedDpEvent):
+            drawn = (composed(each, relation, interval) for each in part.events)
+            accountant.mix(zip(drawn, part.probabilities, strict=True))
+        else:
+            accountant.compose(part, count)
+    return accountant
 
 
 def _on_one_batch(part: DpEvent) -> DpEvent:
@@ -123,8 +214,15 @@ def _nested(event: DpEvent) -> DpEvent:
 
 def interval_for(event: DpEvent, relation: Relation, interval: float) -> float:
     """Return the grid's step: `interval`, or more where the losses spread too far for it."""
-    return max(
-        interval, sum(_spread(p, n, relation) for p, n in parts(event, relation)) / _MOST_POINTS
+    return max(interval, _spread_of(event, relation) / _MOST_POINTS)
+
+
+def _spread_of(event: DpEvent, relation: Relation) -> float:
+    return sum(
+        math.fsum(_spread_of(drawn, relation) for drawn in part.events)
+        if isinstance(part, MixedDpEvent)
+        else _spread(part, count, relation)
+        for part, count in parts(event, relation)
     )
 
 

@@ -21,6 +21,7 @@ _NAMES = {
     "RepeatAndSelectDpEvent": "repeat and select",
     "MixtureOfGaussiansDpEvent": "a mixture of Gaussians",
     "ZCDpEvent": "a zCDP step",
+    "MixedDpEvent": "one of several events, drawn at random",
 }
 _FIXED_SIZE = ("SampledWithoutReplacementDpEvent", "ShuffledDpEvent")
 

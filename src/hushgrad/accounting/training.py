@@ -7,44 +7,43 @@ from dataclasses import dataclass
 
 from dp_accounting import DpEvent
 
-from hushgrad.accounting import events
-
-Amplify = Callable[[DpEvent, int, int], DpEvent]
-"""The event on a batch, the batch's size and the number of records, to the event of one step."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How a batch is drawn, as far as accounting has to know it."""
-
-    name: str
-    amplify: Amplify
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-POISSON = Scheme("poisson", lambda event, batch, records: events.poisson(batch / records, event))
-"""Each record by itself with probability batch / records: the default."""
-
-WITHOUT_REPLACEMENT = Scheme(
-    "without-replacement",
-    lambda event, batch, records: events.without_replacement(batch, event, records=records),
+from hushgrad.accounting.events import gaussian
+from hushgrad.sampling import (
+    FullBatch,
+    Poisson,
+    Sampling,
+    Shuffled,
+    TruncatedPoisson,
+    WithoutReplacement,
 )
-"""Batches of one size, drawn anew at each step."""
 
-FULL = Scheme("full", lambda event, batch, records: event)
-"""Every record at every step."""
+Drawn = Callable[[int, int], Sampling]
+"""A batch's size and the number of records, to the sampling that draws such batches."""
 
 
-def truncated(max_batch: int) -> Scheme:
+def poisson_batches(batch: int, records: int) -> Sampling:
+    """Each record by itself with probability batch / records: the default."""
+    return Poisson(batch / records)
+
+
+def fixed_batches(batch: int, records: int) -> Sampling:
+    """Batches of one size, drawn without replacement and anew at each step."""
+    return WithoutReplacement(batch)
+
+
+def shuffled_batches(batch: int, records: int) -> Sampling:
+    """Shuffled epochs in batches of one size, without amplification."""
+    return Shuffled(batch)
+
+
+def full_batches(batch: int, records: int) -> Sampling:
+    """Every record at every step."""
+    return FullBatch()
+
+
+def truncated_batches(max_batch: int) -> Drawn:
     """Poisson sampling in which a batch larger than `max_batch` is cut to it at random."""
-
-    def amplify(event: DpEvent, batch: int, records: int) -> DpEvent:
-        rate = batch / records
-        return events.truncated_poisson(rate, event, max_batch=max_batch, records=records)
-
-    return Scheme("truncated-poisson", amplify)
+    return lambda batch, records: TruncatedPoisson(batch / records, max_batch)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Training:
     batch: int | None
     noise_multiplier: float | None
     steps: int | None
-    scheme: Scheme = POISSON
+    drawn: Drawn = poisson_batches
 
     def __post_init__(self) -> None:
         if self.batch is not None and not 1 <= self.batch <= self.records:
@@ -67,6 +66,8 @@ class Training:
                 f"expected 1 <= batch <= records, got batch {self.batch} of {self.records} "
                 "records; pass a smaller batch"
             )
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"expected steps >= 1, got {self.steps}; pass how many to take")
 
     @property
     def missing(self) -> list[str]:
@@ -75,18 +76,12 @@ class Training:
         return [name for name in names if getattr(self, name) is None]
 
     @property
-    def rate(self) -> float:
-        """The share of the records that a batch is expected to hold (q)."""
-        assert self.batch is not None, "a run without a batch size has no rate"
-        return 1.0 if self.scheme is FULL else self.batch / self.records
-
-    @property
     def event(self) -> DpEvent:
-        """The whole run as one event."""
+        """The whole run as one event, which its sampling states."""
         if self.batch is None or self.noise_multiplier is None or self.steps is None:
             raise ValueError(
                 f"expected a run with every number given, got none for "
                 f"{', '.join(self.missing)}; find it with calibrate"
             )
-        step = self.scheme.amplify(events.gaussian(self.noise_multiplier), self.batch, self.records)
-        return events.repeated(self.steps, step)
+        sampling, noise = self.drawn(self.batch, self.records), gaussian(self.noise_multiplier)
+        return sampling.run_event(noise, num_records=self.records, num_steps=self.steps)

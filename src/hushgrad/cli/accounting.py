@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, least_noise, repeated
+from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, group_epsilon, least_noise
 from hushgrad.accounting.accountants import require_delta
-from hushgrad.accounting.calibration import require_proof
 from hushgrad.cli.chart import saved
 from hushgrad.cli.errors import sentences
-from hushgrad.cli.question import Question, Sampling, batches_of
+from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
+from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
 from hushgrad.cli.shown import growth, shown
+from hushgrad.guarantee import up
 from hushgrad.types import Relation
 
 
@@ -33,13 +34,17 @@ class AccountantName(Enum):
 Noise = typer.Option(help="σ: noise ÷ the clipping norm of one record, whatever the relation")
 Records = typer.Option(help="n: the public number of records")
 BatchSize = typer.Option(help="b: the size of a batch, for poisson its expectation")
-Delta = Annotated[float, typer.Option(help="δ of the guarantee, below 1 / records")]
-SamplingKind = Annotated[Sampling, typer.Option(help="how batches are drawn")]
+_Delta = typer.Option(help="δ of the guarantee, below 1 / records")
+Delta = Annotated[float, _Delta]
+SamplingKind = Annotated[SamplingName, typer.Option(help="how batches are drawn")]
 MaxBatch = Annotated[
     int | None, typer.Option(help="truncated-poisson: where batches are cut; --batch if left out")
 ]
 WhichAccountant = Annotated[AccountantName, typer.Option(help="gdp is an approximation")]
 WhichRelation = Annotated[Relation, typer.Option(help="what makes two data sets neighbours")]
+Group = Annotated[
+    int, typer.Option(help="k: also say what it costs k records at once, or a user who has k")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 PlotFile = Annotated[Path | None, typer.Option(help="draw the growth of ε into this file")]
 
@@ -48,13 +53,14 @@ def account(
     noise_multiplier: Annotated[float, Noise],
     steps: Annotated[int, typer.Option(help="T: how many batches are released")],
     delta: Delta,
-    sampling: SamplingKind = Sampling.POISSON,
+    sampling: SamplingKind = SamplingName.POISSON,
     rate: Annotated[float | None, typer.Option(help="q, in place of records and batch")] = None,
     records: Annotated[int | None, Records] = None,
     batch: Annotated[int | None, BatchSize] = None,
     max_batch: MaxBatch = None,
     accountant: WhichAccountant = AccountantName.PLD,
     relation: WhichRelation = Relation.ADD_REMOVE,
+    group: Group = 1,
     as_json: AsJson = False,
     plot: PlotFile = None,
 ) -> None:
@@ -66,7 +72,7 @@ def account(
     with sentences():
         require_delta(delta)
         batches = batches_of(sampling, rate=rate, records=records, batch=batch, max_batch=max_batch)
-        question = Question(batches, noise_multiplier, steps, delta, relation)
+        question = Question(batches, noise_multiplier, steps, delta, relation, group)
         chosen = ACCOUNTANTS[accountant.value]
         spent = chosen.epsilon(question.event, delta=delta, relation=relation)
         _answer(question, chosen, spent, as_json=as_json, plot=plot)
@@ -76,47 +82,68 @@ def plan(
     records: Annotated[int, Records],
     batch: Annotated[int, BatchSize],
     epochs: Annotated[float, typer.Option(help="expected passes over the data")],
-    delta: Delta,
+    delta: Annotated[float | None, _Delta] = None,
     epsilon: Annotated[float | None, typer.Option(help="ε to find the noise for")] = None,
     noise_multiplier: Annotated[float | None, Noise] = None,
-    sampling: SamplingKind = Sampling.POISSON,
+    sampling: SamplingKind = SamplingName.POISSON,
     max_batch: MaxBatch = None,
-    accountant: WhichAccountant = AccountantName.PLD,
-    relation: WhichRelation = Relation.ADD_REMOVE,
+    accountant: Annotated[AccountantName | None, typer.Option(help="pld if left out")] = None,
+    relation: Annotated[Relation | None, typer.Option(help="add-remove if left out")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="a ledger's file, with --dataset")] = None,
+    dataset: Annotated[str | None, typer.Option(help="whose budget must have room")] = None,
     as_json: AsJson = False,
     plot: PlotFile = None,
 ) -> None:
     """Find the noise for an ε, or the ε of a noise, for some passes over the data.
 
-    Give --epsilon or --noise-multiplier. Exits with 2, and one sentence that says what to change,
-    if the options make no sense or the accountant does not cover them.
+    Give --epsilon or --noise-multiplier, and --delta. With --ledger and --dataset the plan must
+    fit what that budget has left, and what is left out is taken from it: the plan then costs all
+    of it. Nothing is spent. Exits with 2, and one sentence that says what to change, if the
+    options make no sense, the accountant does not cover them, or the budget has no room.
     """
-    with sentences():
-        require_delta(delta)
+    with sentences(), budget_at(ledger, dataset) as budget:
         if not (math.isfinite(epochs) and epochs > 0):
             raise ValueError(f"expected --epochs above 0, got {epochs}; pass 1 for one pass")
         batches = batches_of(sampling, rate=None, records=records, batch=batch, max_batch=max_batch)
         steps = math.ceil(epochs / batches.rate - 1e-9)
-        chosen = ACCOUNTANTS[accountant.value]
-        require_proof(chosen)
-        if epsilon is not None and noise_multiplier is None:
-            target = Target(epsilon, delta, relation, chosen)
-            noise, spent = least_noise(lambda z: repeated(steps, batches.event(z)), target)
-        elif noise_multiplier is not None and epsilon is None:
-            noise, run = noise_multiplier, repeated(steps, batches.event(noise_multiplier))
-            spent = chosen.epsilon(run, delta=delta, relation=relation)
-        else:
-            given = "neither" if epsilon is None else "both"
-            raise ValueError(
-                f"expected either --epsilon or --noise-multiplier, got {given}; give one of them"
-            )
-        question = Question(batches, noise, steps, delta, relation)
-        _answer(question, chosen, spent, as_json=as_json, plot=plot)
+        neither = epsilon is None and noise_multiplier is None
+        terms = terms_of(
+            budget,
+            accountant=None if accountant is None else accountant.value,
+            relation=relation,
+            delta=delta,
+            calibrated=neither,
+        )
+        noise, spent = _noise_and_cost(batches, steps, terms, epsilon, noise_multiplier)
+        question = Question(batches, noise, steps, terms.delta, terms.relation)
+        if budget is not None:
+            require_room(budget, question.event, spent, terms)
+        _answer(question, terms.accountant, spent, as_json=as_json, plot=plot)
+
+
+def _noise_and_cost(
+    batches: Batches, steps: int, terms: Terms, epsilon: float | None, noise: float | None
+) -> tuple[float, float]:
+    """Return the noise multiplier of a plan and its ε: one of them was given, or is left."""
+    aim = terms.epsilon if epsilon is None else epsilon
+    if (aim is None) == (noise is None):
+        given = "neither" if noise is None else "both"
+        raise ValueError(
+            f"expected either --epsilon or --noise-multiplier, got {given}; give one of them"
+        )
+    delta, relation, accountant = terms.delta, terms.relation, terms.accountant
+    if noise is not None:
+        event = batches.run(noise, steps)
+        return noise, accountant.epsilon(event, delta=delta, relation=relation)
+    assert aim is not None
+    target = Target(aim, delta, relation, accountant)
+    return least_noise(lambda sigma: batches.run(sigma, steps), target)
 
 
 def _answer(
     question: Question, accountant: Accountant, spent: float, *, as_json: bool, plot: Path | None
 ) -> None:
+    shared = spent if question.group == 1 else _of_group(question, accountant)
     for warning in question.warnings:
         typer.echo(f"Warning: {warning}", err=True)
     if plot is not None:
@@ -127,14 +154,29 @@ def _answer(
         }
         saved(curves, plot, title=f"ε at δ = {question.delta:g}, {question.relation.value}")
     if as_json:
-        typer.echo(json.dumps(_facts(question, accountant, spent)))
+        typer.echo(json.dumps(_facts(question, accountant, spent, shared)))
     else:
         console = Console()
         for part in shown(question, accountant, spent, width=min(console.width - 10, 70)):
             console.print(part)
+        if question.group > 1:
+            console.print(f"{question.group} records at once, or a user with so many: ", end="")
+            console.print(f"[bold]ε = {up(shared)}[/bold] at δ = {question.delta:g}")
 
 
-def _facts(question: Question, accountant: Accountant, spent: float) -> dict[str, Any]:
+def _of_group(question: Question, accountant: Accountant) -> float:
+    return group_epsilon(
+        question.event,
+        size=question.group,
+        delta=question.delta,
+        relation=question.relation,
+        accountant=accountant,
+    )
+
+
+def _facts(
+    question: Question, accountant: Accountant, spent: float, shared: float
+) -> dict[str, Any]:
     batches = question.batches
     return {
         "epsilon": spent,
@@ -142,12 +184,14 @@ def _facts(question: Question, accountant: Accountant, spent: float) -> dict[str
         "accountant": accountant.name,
         "approximate": not accountant.proves,
         "relation": question.relation.value,
-        "sampling": batches.sampling.value,
+        "sampling": batches.name.value,
         "noise_multiplier": question.noise_multiplier,
         "steps": question.steps,
         "rate": batches.rate,
         "records": batches.records,
         "batch": batches.batch,
         "max_batch": batches.max_batch,
+        "group": question.group,
+        "group_epsilon": shared,
         "warnings": question.warnings,
     }

@@ -24,7 +24,7 @@ def shown(
     mark = "" if accountant.proves else "≈ "
     yield (
         f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
-        f"{question.relation.value}, {batches.sampling.value} sampling"
+        f"{question.relation.value}, {batches.name.value} sampling"
     )
     cut = "" if batches.max_batch is None else f", batches cut at {batches.max_batch}"
     yield (

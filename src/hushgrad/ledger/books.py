@@ -125,7 +125,12 @@ def require_budget(name: str, *, epsilon: float, delta: float) -> None:
         raise ValueError(f"expected the name of a data set, got {name!r}; a word will do")
     if not epsilon > 0:
         raise ValueError(f"expected epsilon > 0, got {epsilon}; 1 to 8 is usual")
-    if epsilon < math.inf or delta != 1:
+    if (epsilon == math.inf) != (delta == 1):
+        raise ValueError(
+            f"expected an infinite epsilon with delta 1, for no limit at all, got {epsilon} and "
+            f"{delta}; pass both or neither"
+        )
+    if epsilon < math.inf:
         require_delta(delta)
 
 

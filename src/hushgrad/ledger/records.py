@@ -107,8 +107,9 @@ class Account:
     @property
     def binding(self) -> str | None:
         """The unit of which the least share is left; None while nothing is spent."""
-        shares = [s / most if most else 1.0 for s, most in zip(self.spent, self.limit, strict=True)]
-        if not any(share > 0 for share in shares):
+        sums = zip(self.spent, self.limit, strict=True)
+        shares = [spent / most if most < math.inf else 0.0 for spent, most in sums]
+        if not any(shares):
             return None
         return self.rule.units[max(range(len(shares)), key=shares.__getitem__)]
 

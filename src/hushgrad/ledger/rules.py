@@ -62,7 +62,7 @@ def total() -> Rule:
         order=None,
         units=("epsilon", "delta"),
         cost=lambda spend: (spend.epsilon, spend.delta),
-        limit=lambda epsilon, delta: (epsilon, delta),
+        limit=lambda epsilon, delta: (epsilon, math.inf if epsilon == math.inf else delta),
         within=lambda left, delta: (left[0], left[1]),
         accountant=PLD,
         refunds=False,
@@ -167,7 +167,7 @@ def _curve(event: DpEvent, relation: Relation, accountant: Rdp) -> tuple[list[fl
 
 def _most(epsilon: float, delta: float, order: float) -> float:
     """The most Rényi DP at `order` that is (ε, δ)-DP: the conversion, solved for it."""
-    if epsilon == math.inf or delta == 1:
+    if epsilon == math.inf:
         return math.inf
     found = epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
     while found > 0 and compute_epsilon([order], [found], delta)[0] > epsilon:

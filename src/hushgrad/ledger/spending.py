@@ -10,7 +10,7 @@ from typing import Any
 import attr
 from dp_accounting import DpEvent, dp_event
 
-from hushgrad.accounting import events
+from hushgrad import events
 from hushgrad.types import Refused, Relation
 
 # Only these are read back: a file must not choose which code is run.
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
         name = type(value).__name__
         if _KINDS.get(name) is not type(value):
             raise Refused(
-                f"expected an event of dp_accounting or hushgrad.accounting, got {name}; describe "
+                f"expected an event of dp_accounting or hushgrad.events, got {name}; describe "
                 "what was done by one of those, for a ledger must be able to read it again"
             )
         fields = attr.asdict(value, recurse=False)

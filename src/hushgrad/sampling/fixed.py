@@ -8,12 +8,12 @@ from typing import ClassVar
 import dp_accounting as dp
 import numpy as np
 
+from hushgrad.events import ShuffledDpEvent, on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, dealt, subset
 from hushgrad.sampling.scheme import (
     ANY_RELATION,
     SAME_SIZE,
-    each_step,
     require_batch,
     require_whole,
 )
@@ -47,11 +47,14 @@ class WithoutReplacement:
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event sampled without replacement from the public number of records."""
         require_batch(self.batch, num_records)
+        event = on_one_batch(event)
+        if isinstance(event, dp.NonPrivateDpEvent):
+            return event
         return dp.SampledWithoutReplacementDpEvent(num_records, self.batch, event)
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
         """One sampled event for each step."""
-        return each_step(self.amplify(event, num_records=num_records), num_steps)
+        return repeated(num_steps, self.amplify(event, num_records=num_records))
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class FullBatch:
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
         """The event once for each step."""
-        return each_step(event, num_steps)
+        return repeated(num_steps, event)
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,15 @@ class Shuffled:
         return float(self.batch)
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
-        """The event as it is. Adding up every step's is sound; `run_event` is tighter."""
-        return event
+        """The event of a whole epoch. Adding up every step's is sound; `run_event` is tighter."""
+        return ShuffledDpEvent(1, event)
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
         """The event once for each epoch begun.
 
         The order is drawn without looking at the data. Given it, replacing a record changes one
         batch of the epoch and the others only through what was released, so that an epoch costs
-        what one of its batches does.
+        what one of its batches does. The event itself refuses add/remove.
         """
-        return each_step(event, -(-num_steps // self.steps_per_epoch(num_records)))
+        epochs = -(-num_steps // self.steps_per_epoch(num_records))
+        return ShuffledDpEvent(epochs, event) if epochs else repeated(0, event)

@@ -12,9 +12,10 @@ import dp_accounting as dp
 import numpy as np
 from scipy import stats
 
+from hushgrad.events import on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, independent, subset
-from hushgrad.sampling.scheme import ANY_RELATION, each_step, require_rate, require_whole
+from hushgrad.sampling.scheme import ANY_RELATION, require_rate, require_whole
 from hushgrad.types import Refused, Relation
 
 
@@ -48,11 +49,14 @@ class Poisson:
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The Poisson-sampled event; it does not depend on the count."""
+        event = on_one_batch(event)
+        if self.rate == 1 or isinstance(event, dp.NonPrivateDpEvent):
+            return event
         return dp.PoissonSampledDpEvent(self.rate, event)
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
         """One Poisson-sampled event for each step."""
-        return each_step(self.amplify(event, num_records=num_records), num_steps)
+        return repeated(num_steps, self.amplify(event, num_records=num_records))
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,9 @@ class TruncatedPoisson:
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The truncated event, which exists for Gaussian noise only."""
+        event = on_one_batch(event)
+        if isinstance(event, dp.NonPrivateDpEvent):
+            return event
         if not isinstance(event, dp.GaussianDpEvent):
             raise Refused(
                 f"expected Gaussian noise on truncated batches, got {event}; sample with "
@@ -110,4 +117,4 @@ class TruncatedPoisson:
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
         """One truncated event for each step."""
-        return each_step(self.amplify(event, num_records=num_records), num_steps)
+        return repeated(num_steps, self.amplify(event, num_records=num_records))

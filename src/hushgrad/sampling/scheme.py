@@ -68,11 +68,6 @@ def require_relation(sampling: Sampling, relation: Relation) -> None:
         )
 
 
-def each_step(event: dp.DpEvent, count: int) -> dp.DpEvent:
-    """The event `count` times over."""
-    return dp.SelfComposedDpEvent(event, count)
-
-
 def require_rate(rate: float) -> None:
     """Refuse what is no sampling rate."""
     if not SMALLEST_RATE <= rate <= 1:

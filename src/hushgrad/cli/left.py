@@ -1,0 +1,98 @@
+"""What `hushgrad plan` may still spend: the budget of a data set, or what the options say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dp_accounting import DpEvent
+
+from hushgrad.accounting import ACCOUNTANTS, PLD, Accountant
+from hushgrad.accounting.accountants import require_delta
+from hushgrad.accounting.calibration import require_proof
+from hushgrad.ledger import Budget, Ledger, Spend
+from hushgrad.types import Relation
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a plan is to be accounted for; `epsilon` is what it may cost, None if nobody said."""
+
+    epsilon: float | None
+    delta: float
+    relation: Relation
+    accountant: Accountant
+
+
+@contextmanager
+def budget_at(ledger: Path | None, dataset: str | None) -> Iterator[Budget | None]:
+    """Open the budget of a data set, or none if none was named. Nothing is written."""
+    if (ledger is None) != (dataset is None):
+        missing = "--ledger" if ledger is None else "--dataset"
+        raise ValueError(f"expected --ledger and --dataset together, got no {missing}; give both")
+    if ledger is None or dataset is None:
+        yield None
+        return
+    if not ledger.exists():
+        raise ValueError(
+            f"expected a ledger, got no file at {ledger}; make one with hushgrad ledger set-budget"
+        )
+    with Ledger(ledger) as books:
+        yield books.budget(dataset)
+
+
+def terms_of(
+    budget: Budget | None,
+    *,
+    accountant: str | None,
+    relation: Relation | None,
+    delta: float | None,
+    calibrated: bool,
+) -> Terms:
+    """Put the options together with what the budget says where they say nothing.
+
+    `calibrated` asks for the ε that the budget has left. Under the filter renyi that ε belongs to
+    the filter's own order and δ, so neither can be chosen then.
+    """
+    chosen = None if accountant is None else ACCOUNTANTS[accountant]
+    require_proof(chosen or PLD)
+    if budget is None:
+        if delta is None:
+            raise ValueError("expected --delta, got none; a value below 1/records is usual")
+        require_delta(delta)
+        return Terms(None, delta, relation or Relation.ADD_REMOVE, chosen or PLD)
+    meant = budget.relation
+    if relation is not None and relation is not meant:
+        raise ValueError(
+            f"expected --relation {meant.value}, which the budget {budget.name} is for, got "
+            f"{relation.value}; leave it out"
+        )
+    if delta is not None and not calibrated:
+        require_delta(delta)
+        return Terms(None, delta, meant, chosen or PLD)
+    left = budget.left
+    given = left.delta if delta is None else delta
+    require_delta(given)
+    if given > left.delta:
+        raise ValueError(
+            f"expected --delta of at most {left.delta:.6g}, which the budget {budget.name} has "
+            f"left, got {given}; leave it out"
+        )
+    if not calibrated:
+        return Terms(None, given, meant, chosen or PLD)
+    if budget.rule.order is not None:
+        if given != left.delta or accountant not in (None, "rdp"):
+            raise ValueError(
+                f"expected the rdp accountant and delta {left.delta:g}, by which the filter of the "
+                f"budget {budget.name} counts, got others; leave out --accountant and --delta"
+            )
+        return Terms(left.epsilon, given, meant, left.accountant)
+    return Terms(left.epsilon, given, meant, chosen or PLD)
+
+
+def require_room(budget: Budget, event: DpEvent, spent: float, terms: Terms) -> None:
+    """Refuse a run that the budget would not take."""
+    account = budget.account
+    account.require_room(account.cost(Spend(event, terms.relation, spent, terms.delta)))

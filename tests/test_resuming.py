@@ -59,7 +59,7 @@ class Trainer:
             self.schedule.step()
             if self.run.steps_taken == save_at:
                 self.run.save()
-            if self.run.steps_taken == until:
+            if self.run.steps_taken == until < STEPS:
                 break
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import dp_accounting
 import numpy as np
@@ -238,6 +239,26 @@ def test_a_run_is_reproducible_from_its_seed_and_says_so() -> None:
     assert not torch.equal(states[0]["0.weight"], states[2]["0.weight"])
     assert "reproducible, not private" in str(run.guarantee)
     assert run.guarantee.epsilon == math.inf
+
+
+def test_a_run_leaves_torchs_own_generator_alone() -> None:
+    """How far it has moved would tell the sizes of the batches that dropout was drawn for."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    run = started(net, small_plan())
+    before = torch.get_rng_state()
+    for batch in run:
+        run.step(loss_of(net), batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_is_drawn_anew_at_each_step() -> None:
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 2))
+    run = started(net, small_plan(sampling=FullBatch(), noise_multiplier=0.0), lr=0.0)
+    grads = []
+    for batch in run:
+        run.step(loss_of(net), batch)
+        grads.append(net[1].weight.grad.clone())
+    assert all(not torch.equal(a, b) for a, b in pairwise(grads))
 
 
 def test_the_guarantee_names_what_it_rests_on() -> None:

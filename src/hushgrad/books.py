@@ -1,7 +1,7 @@
 """What a run must not forget: its entry in a ledger, and its key.
 
-Steps are entered before they are released, and the digest of each release before it is used. So a
-run that was killed can tell a replay, which costs nothing, from a second release, which is charged.
+Steps are entered, and the digest of each release is noted, before the release is used. So a run
+that was killed can tell a replay, which costs nothing, from a second release, which is charged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ AHEAD = 64
 class Books:
     """A run's entry in a ledger, and what of its steps may have been released before.
 
-    Guarantees: a step is entered durably before it is released. A step that was released before,
-    with the same key and another sum, is charged before it is released again.
+    Guarantees: a step is entered durably before its release is used. A step that was released
+    before, with the same key and another sum, is charged before it is released again.
     """
 
     def __init__(self, entry: Entry, plan: Plan, *, replayed: int = 0) -> None:
@@ -34,14 +34,12 @@ class Books:
         self._entered = entry.position
         self._replayed = replayed  # steps below it may have been released with this key
 
-    def before(self, step: int) -> None:
-        """Enter this step, and some after it, if they are not yet."""
-        if step >= self._entered:
-            self._entered = min(step + AHEAD, self._plan.steps)
-            self.entry.ahead(self._entered)
-
     def released(self, step: int, digest: bytes) -> None:
-        """Note a release before it is used; charge it if it is another one of a step's batch."""
+        """Enter a release before it is used; charge it if it is another one of a step's batch."""
+        if step >= self._entered:
+            ahead = min(step + AHEAD, self._plan.steps)
+            self.entry.ahead(ahead)
+            self._entered = ahead
         known = self.entry.digests(step) if step < self._replayed else []
         if known and digest not in known:
             times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]

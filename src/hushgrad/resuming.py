@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from hushgrad import checkpoint
 from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored
 from hushgrad.ledger import Budget, Entry, Spend
@@ -85,13 +83,8 @@ class Memory:
         """The run's entry in a ledger."""
         return None if self._books is None else self._books.entry
 
-    def before(self, step: int) -> None:
-        """Enter a step that is about to be released."""
-        if self._books is not None:
-            self._books.before(step)
-
     def released(self, step: int, digest: bytes) -> None:
-        """Note a release that is about to be used."""
+        """Enter a release that is about to be used; before, nothing of it has left the process."""
         if self._books is not None:
             self._books.released(step, digest)
 
@@ -104,7 +97,6 @@ class Memory:
         run.load(self._saved["run"])
         for name, thing in self._keep.items():
             thing.load_state_dict(self._saved["keep"][name])
-        torch.set_rng_state(self._saved["torch"])
         self._saved = None
 
     def save(self, run: Training) -> None:
@@ -120,7 +112,6 @@ class Memory:
             "key": self._key,
             "run": run.state(),
             "keep": {name: thing.state_dict() for name, thing in self._keep.items()},
-            "torch": torch.get_rng_state(),
         }
         checkpoint.write(self._folder / CHECKPOINT, state)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +68,8 @@ class Run:
             self._drawn = count(batch)
             yield batch
         self._drawn = None
+        if self.steps_taken == self.plan.steps:
+            self.finish()
 
     def step(
         self,
@@ -77,28 +81,30 @@ class Run:
     ) -> None:
         """One private step on the batch that was just drawn.
 
-        `loss(batch)` returns one value for each record. `penalty()` reads no record (a weight
-        decay, say), and its gradient is added after the noise. `watch` has a function for each of
-        the plan's watched metrics: of a batch, to a value from 0 to 1 for each record.
+        `loss(batch)` returns one value for each record; random numbers that it draws from torch
+        follow from the run's key, so that a resumed run draws them again. `penalty()` reads no
+        record (a weight decay, say), and its gradient is added after the noise. `watch` has a
+        function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
+        each record.
         """
         self._require_drawn(batch)
         self._require_same_parameters()
         self._require_watched(watch)
         self._drawn = None
         step = self._position - 1
-        self._memory.before(step)
-        released = private_gradient(
-            loss,
-            self._params,
-            batch,
-            plan=self.plan,
-            clip=self._clip,
-            step=step,
-            rng=self._memory.rng,
-            modules=(self._model,),
-            execution=self._execution,
-            observed=lambda part: self._observed(watch, part, step),
-        )
+        with _own_randomness(self._memory.rng.derive("model", step)):
+            released = private_gradient(
+                loss,
+                self._params,
+                batch,
+                plan=self.plan,
+                clip=self._clip,
+                step=step,
+                rng=self._memory.rng,
+                modules=(self._model,),
+                execution=self._execution,
+                observed=lambda part: self._observed(watch, part, step),
+            )
         self._memory.released(step, released.digest)
         self._read(step, released)
         for name, p in self._params.items():
@@ -107,8 +113,6 @@ class Run:
             _add_gradient(penalty, self._params)
         self._optimizer.step()
         self.steps_taken += 1
-        if self.steps_taken == self.plan.steps:
-            self.finish()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -132,7 +136,7 @@ class Run:
         self._memory.save(self)
 
     def finish(self) -> None:
-        """End the run: settle its budget and destroy its key. A run does so after its last step."""
+        """End the run: settle its budget and destroy its key. The end of its batches does so."""
         self._memory.finish(self)
         self._position = self.plan.steps
 
@@ -271,6 +275,17 @@ def _batches(
     return lambda steps: loader.batches(
         sampling, num_records=plan.records, steps=steps, rng=memory.sampling
     )
+
+
+@contextmanager
+def _own_randomness(rng: Rng) -> Iterator[None]:
+    """Draw dropout and augmentation from this key, and leave torch's own generator alone.
+
+    How far that one had moved would tell the sizes of batches, to whoever sees its state.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
+        yield
 
 
 def _trainable(model: nn.Module) -> Params:

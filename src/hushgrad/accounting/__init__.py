@@ -20,7 +20,8 @@ under a `Relation`, or refuses and says what would work:
 What was sampled is said by a value of `hushgrad.sampling`, whose `run_event` is the event of a run.
 GDP is an approximation: it is shown, and calibrates nothing. `calibrate` finds the noise, the
 steps, the batch or the ε that is missing from a `Training`, always on the private side.
-`group_epsilon` protects several records at once. `closed_forms` has the papers' own formulas, each
+`group_epsilon` protects several records at once, `uniformly_stopped` accounts for a run that stops
+at a round drawn in public. `closed_forms` has the papers' own formulas, each
 with its conditions checked.
 """
 

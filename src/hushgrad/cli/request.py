@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def free_folder(output: Path | None, name: str) -> Path:
     return folder
 
 
-def budget_for(ledger: Path | None, name: str | None) -> Budget | None:
+@contextmanager
+def budget_for(ledger: Path | None, name: str | None) -> Iterator[Budget | None]:
     """The budget that the run is charged to, if a ledger and a name were given."""
     if (ledger is None) != (name is None):
         missing = "--ledger" if ledger is None else "--dataset-name"
@@ -128,9 +130,11 @@ def budget_for(ledger: Path | None, name: str | None) -> Budget | None:
             f"expected --ledger and --dataset-name together, got no {missing}; give both"
         )
     if ledger is None or name is None:
-        return None
+        yield None
+        return
     if not ledger.is_file():
         raise ValueError(
             f"expected a ledger, got no file {ledger}; make one with hushgrad ledger set-budget"
         )
-    return Ledger(ledger).budget(name)
+    with Ledger(ledger) as books:
+        yield books.budget(name)

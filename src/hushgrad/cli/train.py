@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,31 +76,30 @@ def train(
     """
     named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}
     named |= {"batch": batch, "epochs": epochs, "lr": lr}
-    with sentences():
-        asked = asked_for(arguments or [], named)
-        budget = budget_for(ledger, dataset_name)
-        charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)] if budget else []
-        if resume:
-            request, folder = resumed(asked, output, seed=seed)
-        else:
-            folder = free_folder(output, asked.name)
-            request = request_for(asked, seed=seed, data=data, ledger=charged)
-        recipe = asked.recipe(data=data, seed=request.weights_seed)
-        check(recipe, device=device)
-        rng = Rng.from_os() if seed is None else Rng.fixed(seed)
-        run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
-    if not resume:
-        write_beginning(run, folder, request)
-    every = checkpoint_every or max(1, len(run) // _CHECKPOINTS)
-    with (
-        interrupts() as stopped,
-        Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar,
-    ):
-        outcome = _carried_out(run, recipe, every, device, bar, stopped)
-    if not outcome.finished:
-        _say_how_to_resume(run, folder, request)
-    found = write_end(outcome, recipe, folder, request)
-    _say(found, run, folder, as_json=as_json)
+    with ExitStack() as stack:
+        with sentences():
+            asked = asked_for(arguments or [], named)
+            budget = stack.enter_context(budget_for(ledger, dataset_name))
+            if resume:
+                request, folder = resumed(asked, output, seed=seed)
+            else:
+                folder = free_folder(output, asked.name)
+                charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
+                request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
+            recipe = asked.recipe(data=data, seed=request.weights_seed)
+            check(recipe, device=device)
+            rng = Rng.from_os() if seed is None else Rng.fixed(seed)
+            stopped = stack.enter_context(interrupts())
+            run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
+        if not resume:
+            write_beginning(run, folder, request)
+        every = checkpoint_every or max(1, len(run) // _CHECKPOINTS)
+        with Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar:
+            outcome = _carried_out(run, recipe, every, device, bar, stopped)
+        if not outcome.finished:
+            _say_how_to_resume(run, folder, request)
+        found = write_end(outcome, recipe, folder, request)
+        _say(found, run, folder, as_json=as_json)
 
 
 @contextmanager

@@ -97,13 +97,13 @@ def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
 
     That costs what the ordinary weight gradient costs; patches and products cost eight times it.
     """
-    batch, share = x.shape[:2]
-    flat, out = x.flatten(0, 1), gradient.flatten(0, 1)
-    count = batch * share
-    shape = (count * geometry.weight[0], *geometry.weight[1:])
+    batch = x.shape[0]
+    # The rows that a record shares are the grouped convolution's batch, which it adds up.
+    rows, out = (z.transpose(0, 1).flatten(1, 2) for z in (x, gradient))
+    shape = (batch * geometry.weight[0], *geometry.weight[1:])
     _, weights, _ = torch.ops.aten.convolution_backward(
-        out.reshape(1, count * out.shape[1], *out.shape[2:]),
-        flat.reshape(1, count * flat.shape[1], *flat.shape[2:]),
+        out.contiguous(),
+        rows.contiguous(),
         x.new_empty(()).expand(shape),
         None,
         list(geometry.stride),
@@ -111,8 +111,8 @@ def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
         list(geometry.dilation),
         False,
         [0] * len(geometry.stride),
-        count * geometry.groups,
+        batch * geometry.groups,
         [False, True, False],
     )
-    each: Tensor = weights.reshape(batch, share, *geometry.weight)
-    return each[:, 0] if share == 1 else each.sum(1)
+    each: Tensor = weights.reshape(batch, *geometry.weight)
+    return each

@@ -173,7 +173,8 @@ def _resumed(
             "pass the same keep= as before"
         )
     entry = account.entry(saved["entry"])
-    if entry.settled:
+    # A settled run that still has its key was killed while it ended: its steps are paid for.
+    if entry.settled and not (folder / KEY).exists():
         raise Refused(
             f"expected a run that goes on, got the one in {folder}, which is over; start another "
             "run in a folder of its own"

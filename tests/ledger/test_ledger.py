@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import STEPS, event, opened, spend
 
-from hushgrad.accounting import gaussian, least_noise, poisson, repeated
+from hushgrad.accounting import gaussian, least_noise, poisson, repeated, uniformly_stopped
 from hushgrad.ledger import UNKNOWN, Budget, Entry, Ledger, Rule, Spend, renyi, total
 from hushgrad.ledger import entry as entries
 from hushgrad.types import Refused, Relation
@@ -305,6 +305,16 @@ def test_under_renyi_a_run_of_unequal_steps_keeps_its_cost_after_a_crash(ledger:
     opened(budget).ahead(40)
     budget.entry(budget.account.rows[0].id).settle(steps=20, event=gaussian(30.0))
     assert budget.spent == {"rdp": rdp(STEPS)}
+
+
+def test_under_renyi_a_drawn_number_of_steps_gives_nothing_back(ledger: Ledger) -> None:
+    budget = budget_of(ledger, RULES[1])
+    drawn = replace(spend(), event=uniformly_stopped(event, STEPS))
+    entry = opened(budget, drawn)
+    entry.ahead(STEPS)
+    entry.settle(steps=1, event=event(1))
+    assert budget.spent == {"rdp": RULES[1].cost(drawn)[0]}
+    assert rdp(1) < budget.spent["rdp"] < rdp(STEPS)
 
 
 def test_a_run_that_did_more_than_its_plan_is_refused(ledger: Ledger) -> None:

@@ -19,6 +19,7 @@ from hushgrad.accounting import (
     gaussian,
     poisson,
     repeated,
+    uniformly_stopped,
 )
 from hushgrad.ledger import Spend, order_for, renyi, total
 from hushgrad.ledger.records import figure
@@ -26,6 +27,8 @@ from hushgrad.ledger.rules import left_of, rule_named
 from hushgrad.ledger.spending import read, written
 from hushgrad.sampling import TruncatedPoisson, WithoutReplacement
 from hushgrad.types import Refused, Relation
+
+CUT = TruncatedPoisson(0.1, 20).amplify(gaussian(1.0), num_records=100)
 
 
 def test_the_total_counts_epsilon_and_delta() -> None:
@@ -85,12 +88,11 @@ def test_a_bad_order_costs_much_more_than_a_good_one() -> None:
 
 
 def test_what_renyi_does_not_cover_is_refused_with_the_remedy() -> None:
-    cut = TruncatedPoisson(0.1, 20).amplify(gaussian(1.0), num_records=100)
     with pytest.raises(Refused, match="filter total, which covers every event"):
-        renyi(8.0).cost(Spend(cut, Relation.ADD_REMOVE, 1.0, 1e-5))
+        renyi(8.0).cost(Spend(CUT, Relation.ADD_REMOVE, 1.0, 1e-5))
     with pytest.raises(Refused, match="filter total"):
-        order_for(cut, delta=1e-5)
-    assert total().cost(Spend(cut, Relation.ADD_REMOVE, 1.0, 1e-5)) == (1.0, 1e-5)
+        order_for(CUT, delta=1e-5)
+    assert total().cost(Spend(CUT, Relation.ADD_REMOVE, 1.0, 1e-5)) == (1.0, 1e-5)
 
 
 def test_a_run_without_noise_has_no_cost_that_fits() -> None:
@@ -118,7 +120,8 @@ def test_all_that_is_left_can_be_spent_at_once(most: float, shares: list[float])
         dp_event.ComposedDpEvent([gaussian(1.0), PureDpEvent(0.5)]),
         ShuffledDpEvent(3, gaussian(2.0)),
         WithoutReplacement(10).amplify(gaussian(1.0), num_records=100),
-        TruncatedPoisson(0.1, 20).amplify(gaussian(1.0), num_records=100),
+        CUT,
+        uniformly_stopped(event, 4),
         dp_event.NonPrivateDpEvent(),
     ],
     ids=lambda which: type(which).__name__,

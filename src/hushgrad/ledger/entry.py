@@ -13,6 +13,7 @@ import attr
 from dp_accounting import DpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import NoOpDpEvent
 
+from hushgrad.events import MixedDpEvent
 from hushgrad.ledger.file import File
 from hushgrad.ledger.records import (
     PLAN,
@@ -121,8 +122,8 @@ class Entry:
         Under `total` the plan's cost stays, unless nothing was ever reserved. Under `renyi` the
         cost becomes that of `event`, or of as many steps as may have been released: those that
         were noted, and those reserved before this process took over. Where that cannot be told
-        from `event`, or `event` is None, the plan's cost stays. A settled run stays as it is: its
-        steps may be replayed, and no more may be reserved.
+        from `event`, or `event` is None, or the number of steps was drawn, the plan's cost stays.
+        A settled run stays as it is: its steps may be replayed, and no more may be reserved.
         """
         if self._row().settled is not None:
             return
@@ -220,7 +221,10 @@ def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
 def _settled_cost(account: Account, row: Row, plan: Charge, *, done: DpEvent | None) -> Amounts:
     if row.position == 0:
         return (0.0,) * len(plan.cost)
-    if done is None or not account.rule.refunds:
+    # Where the steps were drawn beforehand, the cost is that of the draw: giving back what a
+    # small number leaves over, and no more than the draw's for a large one, would under-count.
+    drawn = MixedDpEvent.__name__ in plan.event
+    if done is None or drawn or not account.rule.refunds:
         return plan.cost
     if isinstance(done, NoOpDpEvent):
         return (0.0,) * len(plan.cost)

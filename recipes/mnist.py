@@ -10,8 +10,10 @@ from pathlib import Path
 import hushgrad as hg
 from hushgrad.data import mnist
 from hushgrad.recipe import Recipe
+from recipes import strong as beyond
 from recipes.classifier import G1, Settings, classifier
 from recipes.networks import tanh_cnn
+from recipes.views import shifted
 
 
 def automatic(*, data: Path | None = None, seed: int = 0, epsilon: float = 3.0) -> Recipe:
@@ -27,3 +29,30 @@ def abadi(*, data: Path | None = None, seed: int = 0, epsilon: float = 3.0) -> R
     """
     settings = Settings(clip=hg.abadi(0.1), batch=512, epochs=40, lr=0.5)
     return classifier(tanh_cnn, mnist(data), settings, epsilon=epsilon, seed=seed, notes=(G1,))
+
+
+def strong(
+    *,
+    data: Path | None = None,
+    seed: int = 0,
+    epsilon: float = 3.0,
+    batch: int = 4096,
+    epochs: float = 60.0,
+    lr: float = 0.8,
+    gamma: float = 0.01,
+    average: float = 0.97,
+    views: int = 4,
+) -> Recipe:
+    """The same network and ε with larger batches, more epochs, an average, and several views."""
+    return beyond.strong(
+        mnist(data),
+        shifted(2),
+        seed=seed,
+        epsilon=epsilon,
+        batch=batch,
+        epochs=epochs,
+        lr=lr,
+        gamma=gamma,
+        average=average,
+        views=views,
+    )

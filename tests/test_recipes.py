@@ -13,12 +13,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 import hushgrad as hg
+from hushgrad.augmentation import Views
 from hushgrad.data import Split, digits
 from hushgrad.recipe import Recipe
 from hushgrad.sampling import Poisson
 from recipes import a9a, cifar10, fashion_mnist, mnist
 from recipes.classifier import Settings, classifier
 from recipes.networks import cnn5, tanh_cnn
+from recipes.views import shifted
 
 real = pytest.mark.skipif("HUSHGRAD_DATA" not in os.environ, reason="HUSHGRAD_DATA is not set")
 
@@ -104,6 +106,49 @@ def test_a_recipe_on_its_data(recipe: Callable[[], Recipe], expected: tuple[Any,
     moved = stepped(made)
     assert all(float(change.abs().sum()) > 0 for change in moved.values())
     assert sum(float(change.square().sum()) for change in moved.values()) < reach(made) ** 2
+
+
+@real
+def test_a_strong_recipe_falls_averages_and_takes_several_views() -> None:
+    made = mnist.strong(batch=2048, epochs=1, views=2)
+    assert isinstance(made.loss, Views) and made.loss.count == 2
+    assert made.plan.steps == 30 and 2.97 < made.plan.epsilon <= 3
+    assert made.schedule is not None and made.average is not None
+    rates = []
+    for _ in range(30):
+        rates.append(made.optimizer.param_groups[0]["lr"])
+        made.optimizer.step()
+        made.schedule.step()
+    assert rates[0] == 0.8 and rates[15] == pytest.approx(0.8 * (1 - 15 / 29.3), rel=1e-2)
+    assert rates[-1] < 0.02
+    moved = stepped(mnist.strong(batch=2048, epochs=1, views=2), records=100)
+    assert all(float(change.abs().sum()) > 0 for change in moved.values())
+
+
+def places(view: torch.Tensor, image: torch.Tensor) -> list[tuple[int, int]]:
+    """The shifts of an image by up to two pixels that a view is."""
+    padded = nn.functional.pad(image - image.min(), [2] * 4) + image.min()
+    size = image.shape[-1]
+    cuts = ((a, b, padded[:, a : a + size, b : b + size]) for a in range(5) for b in range(5))
+    return [(a, b) for a, b, cut in cuts if torch.allclose(view, cut)]
+
+
+def test_views_are_shifts_of_each_image_by_itself() -> None:
+    images, labels = torch.rand(64, 1, 9, 9), torch.arange(64)
+    moved, same = shifted(2)((images, labels))
+    assert torch.equal(same, labels)
+    found = [places(view, image) for view, image in zip(moved, images, strict=True)]
+    assert all(len(each) == 1 for each in found)
+    assert len({each[0] for each in found}) > 15
+
+
+def test_half_of_the_views_are_mirror_images() -> None:
+    images = torch.rand(64, 1, 9, 9)
+    views, _ = shifted(2, mirrored=True)((images, torch.zeros(64)))
+    pairs = list(zip(views, images, strict=True))
+    plain = sum(len(places(view, image)) for view, image in pairs)
+    turned = sum(len(places(view, image.flip(-1))) for view, image in pairs)
+    assert plain + turned == 64 and 16 < plain < 48
 
 
 @real

@@ -386,3 +386,34 @@ def test_a_loader_of_ones_own_is_named_in_the_guarantee() -> None:
         run.step(loss_of(net), tuple(batch))
     assert run.steps_taken == 10
     assert "as stated by the user" in str(run.guarantee)
+
+
+def test_two_loops_over_a_run_do_not_draw_a_batch_twice_or_go_past_the_plan() -> None:
+    net = model()
+    run = started(net, small_plan())
+    outer = iter(run)
+    next(outer)
+    next(iter(run))
+    with pytest.raises(Refused, match="one loop over the run at a time"):
+        next(outer)
+    outer = iter(run)
+    next(outer)
+    for batch in run:
+        run.step(loss_of(net), batch)
+    assert list(outer) == []
+    assert run.steps_taken == run.plan.steps - 3
+
+
+def test_a_loop_ends_where_its_run_is_finished() -> None:
+    net = model()
+    run = started(net, small_plan())
+    for batch in run:
+        run.step(loss_of(net), batch)
+        if run.steps_taken == 3:
+            run.finish()
+    assert run.steps_taken == 3
+
+
+def test_a_run_cannot_be_set_back_without_its_folder() -> None:
+    """Steps that are taken again are charged only by `train(…, resume=True)`."""
+    assert not hasattr(started(model(), small_plan()), "load")

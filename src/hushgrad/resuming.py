@@ -45,9 +45,6 @@ class Training(Protocol):
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take that over."""
-
 
 class Memory:
     """What outlives a process, and what must not be told to anyone.
@@ -88,13 +85,13 @@ class Memory:
         if self._books is not None:
             self._books.released(step, digest)
 
-    def restore(self, run: Training) -> None:
-        """Put a run where its checkpoint left it, or write its first checkpoint."""
+    def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Put a run where its checkpoint left it, by `load`, or write its first checkpoint."""
         if self._saved is None:
             if self._folder is not None:
                 self.save(run)
             return
-        run.load(self._saved["run"])
+        load(self._saved["run"])
         for name, thing in self._keep.items():
             thing.load_state_dict(self._saved["keep"][name])
         self._saved = None

@@ -122,10 +122,12 @@ class Budget:
             sealed(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
-    def entry(self, identity: str) -> Entry:
-        """A run that was opened before, for the process that resumes it."""
-        known = [row.id for row in self.account.rows]
-        if identity not in known:
+    def entry(self, identity: str, *, fingerprint: str = "") -> Entry:
+        """A run that was opened before, for the process that resumes it, on the same data."""
+        account = self.account
+        if fingerprint and account.fingerprint:
+            _require_own(account, fingerprint, None)
+        if identity not in [row.id for row in account.rows]:
             raise Refused(
                 f"expected a run that was charged to {self.name} in {self._file.path}, got "
                 f"{identity!r}; resume with the ledger that the run was started with"

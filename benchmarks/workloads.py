@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.networks import tanh_cnn
+
 Batch = tuple[Tensor, ...]
 
 
@@ -35,19 +37,7 @@ def mlp(*, dropout: bool) -> Workload:
 
 def cnn(*, dropout: bool) -> Workload:
     """The MNIST network of the papers, 26 010 parameters, batch 512."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2),
-        nn.Tanh(),
-        nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2),
-        nn.Tanh(),
-        nn.MaxPool2d(2, stride=1),
-        nn.Flatten(),
-        nn.Linear(512, 32),
-        nn.Tanh(),
-        nn.Linear(32, 10),
-    )
-    return classifier(model, torch.rand(512, 1, 28, 28), 10)
+    return classifier(tanh_cnn(), torch.rand(512, 1, 28, 28), 10)
 
 
 class Block(nn.Module):

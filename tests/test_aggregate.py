@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hushgrad import Bounded, Execution, Relation, clipped_sum, fitting_micro_batch
+from hushgrad import Bounded, Execution, Relation, clipped_sum
 from hushgrad.aggregate import SUM_SLACK, aggregate
 from hushgrad.clipping import abadi
+from hushgrad.execution import fitting_micro_batch
 from hushgrad.grouping import per_layer
 from hushgrad.persample import Form, dense, loop, per_sample, traced
 from hushgrad.types import Loss

@@ -101,7 +101,7 @@ def test_a_module_is_a_recipe_too() -> None:
 
 def test_the_recipe_in_the_docs_works() -> None:
     page = (HERE.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     Path("mine.py").write_text(source, encoding="utf-8")
     assert trained("mine.py:census", "--epsilon", "2")["epsilon"] <= 2
 

@@ -187,6 +187,12 @@ def test_micro_batches_change_no_reading() -> None:
         ({"f1": lambda b: b[1]}, ValueError, r"got \['f1'\]"),
         ({"accuracy": lambda b: b[1].float().mean()}, Refused, r"one value for each of \d+ rec"),
         ({"accuracy": lambda b: b[0][:, 0] - b[0][:, 0].mean()}, Refused, "its own record alone"),
+        # A weak coupling behind a yes or no: only a loud record shows it.
+        (
+            {"accuracy": lambda b: b[0][:, 0] > 1e-5 * b[0].abs().mean()},
+            Refused,
+            "its own record alone",
+        ),
     ],
 )
 def test_a_watched_value_that_has_no_bound_is_refused(watch, error, message: str) -> None:

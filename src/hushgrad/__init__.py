@@ -3,15 +3,17 @@
 The way of the data is also the way through the package: `sampling` (which records a step sees),
 `persample` (one gradient for each), `grouping` and `clipping` (how much of it counts), `aggregate`
 (a sum with a bound), `noise` (a release), and `step`, which puts them in order. `accounting` says
-what a `plan` costs, and `train` carries it out.
+what a `plan` costs, `train` carries it out, and a `Ledger` remembers it.
 """
 
 from hushgrad import accounting, clipping, grouping, persample, sampling
 from hushgrad.batchnorm import replace_batchnorm
 from hushgrad.clipping import abadi, automatic, normalize
 from hushgrad.diagnosis import doctor
-from hushgrad.execution import Execution, fitting_micro_batch
-from hushgrad.grouping import per_layer, whole
+from hushgrad.execution import Execution
+from hushgrad.grouping import per_layer
+from hushgrad.ledger import Ledger
+from hushgrad.metrics import Metrics
 from hushgrad.persample import difference, per_sample
 from hushgrad.plan import Plan, plan
 from hushgrad.rng import Rng
@@ -24,6 +26,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Bounded",
     "Execution",
+    "Ledger",
+    "Metrics",
     "Plan",
     "Refused",
     "Relation",
@@ -36,7 +40,6 @@ __all__ = [
     "clipping",
     "difference",
     "doctor",
-    "fitting_micro_batch",
     "grouping",
     "normalize",
     "per_layer",
@@ -46,5 +49,4 @@ __all__ = [
     "replace_batchnorm",
     "sampling",
     "train",
-    "whole",
 ]

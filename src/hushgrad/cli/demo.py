@@ -131,5 +131,5 @@ def save_picture(found: list[Trained], path: Path) -> None:
         axes.bar_label(bars, fmt="%.1f")
     axes.set_xticks(range(len(NAMES)), list(NAMES.values()))
     axes.set(ylabel="accuracy on test records, %", ylim=(0, 100), title="Digits, δ = 1e-05")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(_COLUMNS))  # beside the bars
     figure.savefig(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from jaxtyping import Float
@@ -41,11 +42,17 @@ def observe(
 
 
 def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Module]) -> None:
-    kept = []
-    for other in (batch, beside_others(batch, loud=False)):
+    size = records.count(batch)
+
+    def kept(batch: Batch) -> Tensor:
         with WithoutRandomness(), restored({}, modules):
-            kept.append(_called(values, other, records.count(batch))[::2])
-    if not same_bits(*kept):
+            return _called(values, batch, size)[::2]
+
+    expected, found = kept(batch), [kept(beside_others(batch, loud=False))]
+    # Loud records show a coupling that a yes or no would hide; a function may refuse them.
+    with suppress(Exception):
+        found.append(kept(beside_others(batch, loud=True)))
+    if not all(same_bits(expected, other) for other in found):
         raise Refused(
             "expected a watched value that depends on its own record alone, got one that changes "
             "with the other records of the batch; compute each record's value by itself"

@@ -313,14 +313,16 @@ def test_other_data_under_a_name_are_refused(tmp_path: Path) -> None:
         Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget, records=(x + 1, y))
 
 
-def test_a_run_is_not_resumed_on_other_data_than_its_budget_is_for(tmp_path: Path) -> None:
-    budget = ledger(tmp_path, epsilon=50.0).budget("people")
-    Trainer(tmp_path / "run", small_plan(), Rng.from_os(), budget=budget).go(until=4, save_at=4)
+def test_a_run_is_not_resumed_on_data_that_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    books = ledger(tmp_path, epsilon=50.0)
+    budget, others = books.budget("people"), books.set_budget("others", epsilon=50.0, delta=1e-3)
     x, y = data()
-    options = {"budget": budget, "resume": True}
-    with pytest.raises(Refused, match="other data"):
-        Trainer(tmp_path / "run", small_plan(), Rng.from_os(), records=(x + 1, y), **options)
-    Trainer(tmp_path / "run", small_plan(), Rng.from_os(), **options).go()
+    shifted, options = (x + 1, y), {"budget": budget, "resume": True}
+    Trainer(tmp_path / "one", small_plan(), Rng.from_os(), budget=others, records=shifted)
+    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget).go(until=4, save_at=4)
+    with pytest.raises(Refused, match="those of others"):
+        Trainer(tmp_path / "two", small_plan(), Rng.from_os(), records=shifted, **options)
+    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), **options).go()
 
 
 def test_a_seed_is_no_secret_and_has_no_budget(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_kill_between_the_settlement_and_the_last_checkpoint_costs_nothing(
             trained(*stopped, tell)
 
     told = killed(work, after=STEPS, pause=0.0)
-    assert told[-1][0] == STEPS - 2
+    assert told[-1][0] == STEPS - 1
     (row,) = Ledger(stopped[0]).budget("census").account.rows
     assert row.settled
     assert (stopped[1] / "key").exists()

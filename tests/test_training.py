@@ -81,6 +81,7 @@ def test_the_same_noise_costs_more_if_a_record_is_replaced() -> None:
         ({"noise_multiplier": None}, "either epsilon or noise_multiplier, got neither"),
         ({"delta": 1.5}, "0 < delta < 1, got 1.5"),
         ({"noise_multiplier": -1.0}, "noise multiplier >= 0"),
+        ({"accountant": hg.accounting.GDP}, "proves its figures, got gdp"),
         ({"sampling": Shuffled(40)}, "replace-one or zero-out with .*got add-remove"),
     ],
 )
@@ -417,3 +418,12 @@ def test_a_loop_ends_where_its_run_is_finished() -> None:
 def test_a_run_cannot_be_set_back_without_its_folder() -> None:
     """Steps that are taken again are charged only by `train(…, resume=True)`."""
     assert not hasattr(started(model(), small_plan()), "load")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_data_of_any_precision_are_trained_on(dtype: torch.dtype) -> None:
+    net, (x, y) = model().to(dtype), data()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = hg.train(net, optimizer, (x.to(dtype), y), plan=small_plan(), rng=Rng.fixed(0))
+    run.step(loss_of(net), next(iter(run)))
+    assert run.steps_taken == 1

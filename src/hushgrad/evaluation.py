@@ -80,7 +80,8 @@ def evaluate(
         refuse_reproducible(rng)
         entry = _opened(budget, Spend(noise.event, relation, spent, delta), values, loader, records)
     try:
-        total = _total(values, loader, modules, chunk)
+        with torch.random.fork_rng():  # how far it moves would tell the number of records
+            total = _total(values, loader, modules, chunk)
     except BaseException:
         if entry is not None:
             entry.settle(steps=0, event=None)  # nothing was released

@@ -215,9 +215,14 @@ class Run:
     def _require_watched(self, watch: Mapping[str, Values]) -> None:
         expected = self.plan.metrics.watched if self.plan.metrics else ()
         if set(watch) != set(expected):
+            remedy = (
+                "pass them: run.step(…, watch={name: function})"
+                if set(watch) < set(expected)
+                else "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+            )
             raise ValueError(
                 f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
-                "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+                f"{remedy}"
             )
 
 

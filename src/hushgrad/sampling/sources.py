@@ -46,7 +46,9 @@ class Columns:
         for leaf in leaves_of(self.columns):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
             if isinstance(leaf, Tensor):  # by its bytes: NumPy has no bfloat16
-                digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                digest.update(
+                    leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+                )
             else:
                 digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()

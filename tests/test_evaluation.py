@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from hushgrad.accounting import PLD, RDP, gaussian
+from hushgrad.accounting import GDP, PLD, RDP, gaussian
 from hushgrad.evaluation import Evaluation, evaluate
 from hushgrad.ledger import Ledger, renyi
 from hushgrad.rng import Rng
@@ -246,3 +246,9 @@ def test_bad_input_is_an_error(change: dict[str, object], said: str) -> None:
 def test_nothing_to_average_is_an_error() -> None:
     with pytest.raises(ValueError, match="got none"):
         evaluate({}, DATA, records=10, noise_multiplier=1.0, delta=1e-5, rng=Rng.from_os())
+
+
+def test_an_accountant_that_only_approximates_is_refused() -> None:
+    options = {"records": 1000, "noise_multiplier": 1.0, "delta": 1e-5, "rng": Rng.from_os()}
+    with pytest.raises(Refused, match="proves its figures, got gdp"):
+        evaluate({"x": itself}, DATA, **options, accountant=GDP)

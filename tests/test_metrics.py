@@ -183,7 +183,7 @@ def test_micro_batches_change_no_reading() -> None:
     [
         ({}, ValueError, r"for each of \['accuracy'\], got \[\]"),
         ({"f1": lambda b: b[1]}, ValueError, r"got \['f1'\]"),
-        ({"accuracy": lambda b: b[1].float().mean()}, Refused, r"one value for each of \d+ rec"),
+        ({"accuracy": lambda b: b[1].float().mean()}, Refused, "one value for each record"),
         ({"accuracy": lambda b: b[0][:, 0] - b[0][:, 0].mean()}, Refused, "its own record alone"),
         # A weak coupling behind a yes or no: only a loud record shows it.
         (
@@ -201,6 +201,12 @@ def test_a_watched_value_that_has_no_bound_is_refused(watch, error, message: str
     assert run.readings == []
 
 
+def test_a_function_that_is_not_passed_is_asked_for() -> None:
+    run = run_of(small_plan(), nn.Linear(6, 2))
+    with pytest.raises(ValueError, match=r"\['accuracy'\], got \[\]; pass them: run.step"):
+        run.step(loss_of(nn.Linear(6, 2)), next(iter(run)))
+
+
 def test_watching_leaves_no_trace_in_the_model() -> None:
     """Neither its gradients, nor its buffers, nor the random numbers of its dropout."""
     states = []
@@ -214,6 +220,32 @@ def test_watching_leaves_no_trace_in_the_model() -> None:
             run.step(loss_of(net), batch, watch=right(net) if watch is None else watch)
         states.append(net.state_dict()["0.weight"])
     assert torch.equal(*states)
+
+
+def test_no_two_records_share_the_random_numbers_of_a_loss_and_a_watched_value() -> None:
+    """One record's dropout would then follow another's, and both from the record between them."""
+    net, plan = nn.Linear(6, 2), small_plan()
+    optimizer, execution = torch.optim.SGD(net.parameters(), lr=0.2), hg.Execution(micro_batch=32)
+    run = hg.train(net, optimizer, data(), plan=plan, rng=Rng.fixed(0), execution=execution)
+    drawn: dict[str, list[float]] = {"loss": [], "watched": []}
+
+    def noisy(kind: str, value):
+        u = torch.rand(len(value))
+        drawn[kind] += u.tolist()
+        return value + 0 * u
+
+    for batch in run:
+        for kind in drawn:
+            drawn[kind].clear()
+        run.step(
+            lambda b: noisy("loss", loss_of(net)(b)),
+            batch,
+            watch={"accuracy": lambda b: noisy("watched", right(net)["accuracy"](b).float())},
+        )
+        if run.steps_taken == 4:  # no step at which anything is tested
+            break
+    assert len(drawn["loss"]) > 64
+    assert not set(drawn["loss"]) & set(drawn["watched"])
 
 
 def test_names_and_shares_are_checked() -> None:

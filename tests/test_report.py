@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,17 @@ def test_a_guarantee_in_words() -> None:
     assert "73.1 %" in text or "73.2 %" in text  # e / (1 + e) = 0.7311
     assert "at most 2.8 in 100" in text  # e · 1 % + δ
     assert "δ = 1e-05" in text
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.3, 0.7, 1.0, 1.3, 2.0])
+def test_no_number_in_words_is_rounded_down(sigma: float) -> None:
+    plan = hg.plan(records=1000, batch=100, epochs=1, noise_multiplier=sigma, delta=1.23456748e-5)
+    given = Guarantee(plan, plan.steps, False)
+    text = in_words(given)
+    assert "δ = 1.23457e-05" in text and "1.23457e-05)-DP" in str(given)
+    factor = re.search(r"e\^ε = (?:over )?([0-9.e+]*[0-9])", text)
+    assert factor is not None
+    assert math.log(float(factor[1])) >= min(given.epsilon, 699)
 
 
 def test_replacing_a_record_has_words_of_its_own() -> None:

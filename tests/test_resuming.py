@@ -179,6 +179,27 @@ def test_an_epoch_that_is_dealt_anew_from_its_middle_costs_one_more(tmp_path: Pa
     assert charge.epsilon == plan.spent(plan.released_again(STEPS - 4 + 1, times=1))
 
 
+def test_an_epoch_of_edited_data_is_dealt_anew_and_costs_one_more(tmp_path: Path) -> None:
+    """No step is replayed, but the batches after step 4 are others than the key gave before."""
+    plan = small_plan(sampling=Shuffled(40), relation=Relation.REPLACE_ONE)
+    Trainer(tmp_path, plan, Rng.from_os()).go(until=4, save_at=4)
+    x, y = data()
+    x[0, 0] += 1
+    again = Trainer(tmp_path, plan, Rng.from_os(), resume=True, records=(x, y)).go()
+    (charge,) = again.run.guarantee.charges
+    assert charge.epsilon >= plan.spent(plan.released_again(1, times=1))
+
+
+def test_the_noise_of_a_seed_is_not_made_secret_by_losing_the_key(tmp_path: Path) -> None:
+    Trainer(tmp_path, small_plan(), Rng.fixed(3)).go(until=4, save_at=4)
+    (tmp_path / "key").unlink()
+    with pytest.raises(Refused, match=r"began with Rng\.fixed, got a secret key"):
+        Trainer(tmp_path, small_plan(), Rng.from_os(), resume=True)
+    assert not (tmp_path / "key").exists()
+    again = Trainer(tmp_path, small_plan(), Rng.fixed(3), resume=True).go()
+    assert again.run.guarantee.epsilon == math.inf
+
+
 def test_the_key_is_the_owners_alone_and_gone_at_the_end(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, small_plan(), Rng.from_os())
     file = tmp_path / "key"
@@ -290,6 +311,18 @@ def test_other_data_under_a_name_are_refused(tmp_path: Path) -> None:
     x, y = data()
     with pytest.raises(Refused, match="other data"):
         Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget, records=(x + 1, y))
+
+
+def test_a_run_is_not_resumed_on_data_that_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    books = ledger(tmp_path, epsilon=50.0)
+    budget, others = books.budget("people"), books.set_budget("others", epsilon=50.0, delta=1e-3)
+    x, y = data()
+    shifted, options = (x + 1, y), {"budget": budget, "resume": True}
+    Trainer(tmp_path / "one", small_plan(), Rng.from_os(), budget=others, records=shifted)
+    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget).go(until=4, save_at=4)
+    with pytest.raises(Refused, match="those of others"):
+        Trainer(tmp_path / "two", small_plan(), Rng.from_os(), records=shifted, **options)
+    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), **options).go()
 
 
 def test_a_seed_is_no_secret_and_has_no_budget(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_the_same_noise_costs_more_if_a_record_is_replaced() -> None:
         ({"noise_multiplier": None}, "either epsilon or noise_multiplier, got neither"),
         ({"delta": 1.5}, "0 < delta < 1, got 1.5"),
         ({"noise_multiplier": -1.0}, "noise multiplier >= 0"),
+        ({"accountant": hg.accounting.GDP}, "proves its figures, got gdp"),
         ({"sampling": Shuffled(40)}, "replace-one or zero-out with .*got add-remove"),
     ],
 )
@@ -386,3 +387,43 @@ def test_a_loader_of_ones_own_is_named_in_the_guarantee() -> None:
         run.step(loss_of(net), tuple(batch))
     assert run.steps_taken == 10
     assert "as stated by the user" in str(run.guarantee)
+
+
+def test_two_loops_over_a_run_do_not_draw_a_batch_twice_or_go_past_the_plan() -> None:
+    net = model()
+    run = started(net, small_plan())
+    outer = iter(run)
+    next(outer)
+    next(iter(run))
+    with pytest.raises(Refused, match="one loop over the run at a time"):
+        next(outer)
+    outer = iter(run)
+    next(outer)
+    for batch in run:
+        run.step(loss_of(net), batch)
+    assert list(outer) == []
+    assert run.steps_taken == run.plan.steps - 3
+
+
+def test_a_loop_ends_where_its_run_is_finished() -> None:
+    net = model()
+    run = started(net, small_plan())
+    for batch in run:
+        run.step(loss_of(net), batch)
+        if run.steps_taken == 3:
+            run.finish()
+    assert run.steps_taken == 3
+
+
+def test_a_run_cannot_be_set_back_without_its_folder() -> None:
+    """Steps that are taken again are charged only by `train(…, resume=True)`."""
+    assert not hasattr(started(model(), small_plan()), "load")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_data_of_any_precision_are_trained_on(dtype: torch.dtype) -> None:
+    net, (x, y) = model().to(dtype), data()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = hg.train(net, optimizer, (x.to(dtype), y), plan=small_plan(), rng=Rng.fixed(0))
+    run.step(loss_of(net), next(iter(run)))
+    assert run.steps_taken == 1

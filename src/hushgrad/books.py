@@ -64,19 +64,20 @@ def own_budget(folder: Path, relation: Relation) -> Budget:
     return ledger.set_budget("run", epsilon=math.inf, delta=1.0, relation=relation)
 
 
-def restored(entry: Entry, plan: Plan, rng: Rng, *, step: int, key: str) -> Books:
-    """The books of a run that goes on from a checkpoint at `step`, made with the key named `key`.
+def restored(entry: Entry, plan: Plan, *, step: int, same_batches: bool) -> Books:
+    """The books of a run that goes on from a checkpoint at `step`.
 
-    With another key every step since the checkpoint is a second release and is charged.
+    With another key, or other data, other batches are drawn: every step since the checkpoint is
+    then a second release and is charged.
     """
-    if rng.name == key:
+    if same_batches:
         return Books(entry, plan, replayed=entry.position)
     again = max(entry.position - step, 0)
     if isinstance(plan.sampling, Shuffled):
         again += 1  # the epoch is dealt anew from its middle, and a record may come twice
     if again:
         event = plan.released_again(again, times=1)
-        reason = f"{again} steps since the checkpoint at {step} count again, as the key is gone"
+        reason = f"{again} steps since the checkpoint at {step} count again, on other batches"
         entry.charge(spend(plan, event), reason=reason)
     return Books(entry, plan)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
+from hushgrad.accounting.calibration import require_proof
 from hushgrad.books import refuse_reproducible
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian, release
@@ -71,6 +72,7 @@ def evaluate(
     """
     _require(values, records=records, chunk=chunk)
     require_delta(delta)
+    require_proof(accountant)
     noise, spent = _noise(epsilon, noise_multiplier, delta, relation, accountant)
     loader = data if isinstance(data, Loader) else Loader(data)
     entry = None
@@ -78,7 +80,8 @@ def evaluate(
         refuse_reproducible(rng)
         entry = _opened(budget, Spend(noise.event, relation, spent, delta), values, loader, records)
     try:
-        total = _total(values, loader, modules, chunk)
+        with torch.random.fork_rng():  # how far it moves would tell the number of records
+            total = _total(values, loader, modules, chunk)
     except BaseException:
         if entry is not None:
             entry.settle(steps=0, event=None)  # nothing was released

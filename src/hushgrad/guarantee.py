@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hushgrad.ledger import Spend
+from hushgrad.ledger.records import figure
 from hushgrad.plan import Plan
 from hushgrad.types import Relation
 
@@ -53,11 +54,11 @@ class Guarantee:
     def __str__(self) -> str:
         plan = self.plan
         spent = math.fsum([plan.epsilon, *(charge.epsilon for charge in self.charges)])
-        budget = f"({up(spent)}, {self.delta:g})-DP"
+        budget = f"({up(spent)}, {figure(self.delta, up=True)})-DP"
         if plan.epsilon == math.inf:
             budget = "not private: no noise"
         if self.charges:
-            budget += f", of which the plan's ({up(plan.epsilon)}, {plan.delta:g})"
+            budget += f", of which the plan's ({up(plan.epsilon)}, {figure(plan.delta, up=True)})"
         if self.reproducible:
             budget = f"reproducible, not private: {budget} if the seed were unknown"
         return "\n".join(

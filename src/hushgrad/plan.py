@@ -11,6 +11,7 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 
 from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
+from hushgrad.accounting.calibration import require_proof
 from hushgrad.clipping import Adaptive, Clip, automatic
 from hushgrad.grouping import Grouping, whole
 from hushgrad.metrics import Metrics
@@ -41,6 +42,7 @@ class Plan:
     def __post_init__(self) -> None:
         require_relation(self.sampling, self.relation)
         require_delta(self.delta)
+        require_proof(self.accountant)
         if self.records < 1 or self.steps < 1:
             raise ValueError(
                 f"expected records >= 1 and steps >= 1, got {self.records} and {self.steps}; pass "

@@ -45,9 +45,6 @@ class Training(Protocol):
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take that over."""
-
 
 class Memory:
     """What outlives a process, and what must not be told to anyone.
@@ -61,17 +58,15 @@ class Memory:
         plan: Plan,
         rng: Rng,
         *,
-        fingerprint: Fingerprint,
+        sampling: Rng,
         books: Books | None = None,
         folder: Path | None = None,
         keep: Keep,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        data = fingerprint(rng.derive("data").words(4).tobytes())
-        bound = (data, json.dumps(plan.terms()), version("hushgrad"))
-        self.rng, self.sampling = rng.derive("release"), rng.derive("sampling", *bound)
+        self.rng, self.sampling = rng.derive("release"), sampling
         self._plan, self._books, self._folder = plan, books, folder
-        self._keep, self._saved, self._key = keep, saved, rng.name
+        self._keep, self._saved = keep, saved
 
     @property
     def charges(self) -> tuple[Spend, ...]:
@@ -88,13 +83,13 @@ class Memory:
         if self._books is not None:
             self._books.released(step, digest)
 
-    def restore(self, run: Training) -> None:
-        """Put a run where its checkpoint left it, or write its first checkpoint."""
+    def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Put a run where its checkpoint left it, by `load`, or write its first checkpoint."""
         if self._saved is None:
             if self._folder is not None:
                 self.save(run)
             return
-        run.load(self._saved["run"])
+        load(self._saved["run"])
         for name, thing in self._keep.items():
             thing.load_state_dict(self._saved["keep"][name])
         self._saved = None
@@ -109,7 +104,8 @@ class Memory:
         state = {
             "plan": self._plan.terms(),
             "entry": self._books.entry.id,
-            "key": self._key,
+            "batches": self.sampling.name,
+            "reproducible": self.rng.reproducible,
             "run": run.state(),
             "keep": {name: thing.state_dict() for name, thing in self._keep.items()},
         }
@@ -147,7 +143,8 @@ def remembered(
     elif budget is not None:
         account = budget
     else:
-        return Memory(plan, _own(rng), fingerprint=fingerprint, keep=keep)
+        own = _own(rng)
+        return Memory(plan, own, sampling=_sampling(plan, own, fingerprint), keep=keep)
     own = _own(rng)
     entry = account.open(
         Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
@@ -158,8 +155,8 @@ def remembered(
     if folder is not None:
         (folder / KEY).unlink(missing_ok=True)  # of a run that never began
         own.write(folder / KEY)
-    books = Books(entry, plan)
-    return Memory(plan, own, fingerprint=fingerprint, books=books, folder=folder, keep=keep)
+    sampling, books = _sampling(plan, own, fingerprint), Books(entry, plan)
+    return Memory(plan, own, sampling=sampling, books=books, folder=folder, keep=keep)
 
 
 def _resumed(
@@ -172,7 +169,7 @@ def _resumed(
             f"expected what the checkpoint has kept, {sorted(saved['keep'])}, got {sorted(keep)}; "
             "pass the same keep= as before"
         )
-    entry = account.entry(saved["entry"])
+    entry = account.entry(saved["entry"], fingerprint=fingerprint(account.salt))
     # A settled run that still has its key was killed while it ended: its steps are paid for.
     if entry.settled and not (folder / KEY).exists():
         raise Refused(
@@ -181,17 +178,29 @@ def _resumed(
         )
     file = folder / KEY
     own = Rng.read(file) if file.exists() else _own(rng)
+    if saved["reproducible"] and not own.reproducible:
+        raise Refused(
+            "expected a seed for a run that began with Rng.fixed, got a secret key, which cannot "
+            "hide the noise of its first steps; pass Rng.fixed, or start another run"
+        )
     if not file.exists():
         own.write(file)
-    books = restored(entry, plan, own, step=saved["run"]["step"], key=saved["key"])
-    return Memory(
-        plan, own, fingerprint=fingerprint, books=books, folder=folder, keep=keep, saved=saved
+    sampling = _sampling(plan, own, fingerprint)
+    books = restored(
+        entry, plan, step=saved["run"]["step"], same_batches=sampling.name == saved["batches"]
     )
+    return Memory(plan, own, sampling=sampling, books=books, folder=folder, keep=keep, saved=saved)
 
 
 def _own(rng: Rng) -> Rng:
     """A key for one run: two runs from one key must not draw the same batches and noise."""
     return rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
+
+
+def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint) -> Rng:
+    """The key of a run's batches."""
+    data = fingerprint(own.derive("data").words(4).tobytes())
+    return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"))
 
 
 def _require_folder(folder: Path | None, resume: bool) -> None:

@@ -56,14 +56,25 @@ class Run:
         self._clip = plan.clip.at(plan.clip.clip_norm)
         self._position = self.steps_taken = 0
         self._drawn: int | None = None
-        memory.restore(self)
+        memory.restore(self, self._load)
 
     def __len__(self) -> int:
         return self.plan.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the steps that are left; each is good for one step."""
-        for batch in self._batches(range(self._position, self.plan.steps)):
+        """The batches of the steps that are left; each is good for one step.
+
+        A loop that others have overtaken ends at the plan's end, and is refused before it.
+        """
+        steps = range(self._position, self.plan.steps)
+        for step, batch in enumerate(self._batches(steps), steps.start):
+            if self._position == self.plan.steps:
+                return
+            if self._position != step:
+                raise Refused(
+                    "expected one loop over the run at a time, got another that went on meanwhile; "
+                    "draw the batches in one loop: a batch that comes twice is not accounted for"
+                )
             self._position += 1
             self._drawn = count(batch)
             yield batch
@@ -150,8 +161,11 @@ class Run:
             "optimizer": self._optimizer.state_dict(),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned, in another process perhaps."""
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned in another process.
+
+        Private: steps that are taken again must be charged, as a resumed run's are.
+        """
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._clip = self.plan.clip.at(state["clip_norm"])
@@ -201,9 +215,14 @@ class Run:
     def _require_watched(self, watch: Mapping[str, Values]) -> None:
         expected = self.plan.metrics.watched if self.plan.metrics else ()
         if set(watch) != set(expected):
+            remedy = (
+                "pass them: run.step(…, watch={name: function})"
+                if set(watch) < set(expected)
+                else "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+            )
             raise ValueError(
                 f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
-                "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+                f"{remedy}"
             )
 
 

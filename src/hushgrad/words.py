@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from hushgrad.guarantee import Guarantee, up
+from hushgrad.ledger.records import figure
 from hushgrad.types import Relation
 
 _NEIGHBOURS = {
@@ -42,10 +43,11 @@ def in_words(guarantee: Guarantee) -> str:
     meaning = (
         f"The model was trained so that it comes out almost the same whether "
         f"{_NEIGHBOURS[guarantee.plan.relation]}. Almost is made precise by two numbers. "
-        f"ε = {up(epsilon)}: seeing the model, and all else that the run released, changes the "
-        f"odds of any conclusion about that record by a factor of at most e^ε = "
-        f"{_three(math.exp(epsilon))}. {examples(epsilon, delta)} "
-        f"δ = {delta:g}: the probability that is set aside for a failure of this bound."
+        f"ε = {up(epsilon)}: but for δ, seeing the model, and all else that the run released, "
+        f"changes the odds of any conclusion about that record by a factor of at most e^ε = "
+        f"{_factor(epsilon)}. {examples(epsilon, delta)} "
+        f"δ = {figure(delta, up=True)}: by how much the probability of any outcome may exceed what "
+        "this factor allows."
     )
     if guarantee.reproducible:
         return (
@@ -57,11 +59,16 @@ def in_words(guarantee: Guarantee) -> str:
 
 
 def examples(epsilon: float, delta: float) -> str:
-    """What someone who sees the model can find out about one record at most."""
+    """What someone who sees the model can find out about one record at most.
+
+    The belief leaves δ aside, the test does not.
+    """
     odds = math.exp(-epsilon)
     belief = math.ceil(1000 * (1 / (1 + odds))) / 10
     # Of (ε, δ)-DP: power ≤ e^ε·α + δ, and power ≤ 1 − e^−ε·(1 − δ − α) from the other side.
-    power = min(math.exp(epsilon) * 0.01 + delta, 1 - odds * (1 - delta - 0.01))
+    power = 1 - odds * (1 - delta - 0.01)
+    if epsilon < 5:  # above, that bound is more than 1
+        power = min(power, math.exp(epsilon) * 0.01 + delta)
     found = math.ceil(1000 * power) / 10
     return (
         f"Someone who thinks it as likely as not that a certain record was used could be brought "
@@ -70,5 +77,9 @@ def examples(epsilon: float, delta: float) -> str:
     )
 
 
-def _three(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.1e}"
+def _factor(epsilon: float) -> str:
+    """e^ε in a few digits, rounded up."""
+    if epsilon > 700:
+        return "over 1e+304"
+    factor = math.exp(epsilon)
+    return figure(factor, up=True, digits=3 if factor < 1000 else 2)

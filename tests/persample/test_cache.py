@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -139,3 +140,27 @@ def test_the_form_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level("INFO", logger="hushgrad"):
         assert per_sample(loss, params, torch.randn(8, 3)).form == "traced"
     assert caplog.messages == ["certified the form traced for 2 parameters"]
+
+
+@dataclass
+class _Switched:
+    """A loss with an attribute that is no field of it."""
+
+    layer: nn.Module
+
+    def __post_init__(self) -> None:
+        self.mixing = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (h - h.mean(0) if self.mixing else h).square().sum(1)
+
+
+def test_an_attribute_that_is_no_field_of_a_loss_is_seen_to_change() -> None:
+    layer = nn.Linear(3, 5)
+    params, loss = dict(layer.named_parameters()), _Switched(layer)
+    for _ in range(STEPS + 1):  # the next step is no step at which independence is tested anyway
+        per_sample(loss, params, torch.randn(8, 3))
+    loss.mixing = True
+    with pytest.raises(Refused, match="depends on its mates"):
+        per_sample(loss, params, torch.randn(8, 3))

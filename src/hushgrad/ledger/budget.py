@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import sqlite3
 from typing import Any
 
 from hushgrad.accounting import Target
@@ -109,9 +110,8 @@ class Budget:
             cost = account.cost(spend)
             account.require_room(cost)
             if fingerprint:
-                asked = "SELECT name FROM budgets WHERE fingerprint = ? AND name != ?"
-                other = connection.execute(asked, (fingerprint, self.name)).fetchone()
-                _require_own(account, fingerprint, other)
+                _require_no_other(connection, self.name, fingerprint)
+                _require_same(account, fingerprint)
                 connection.execute(
                     "UPDATE budgets SET fingerprint = ? WHERE name = ?", (fingerprint, self.name)
                 )
@@ -122,10 +122,16 @@ class Budget:
             sealed(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
-    def entry(self, identity: str) -> Entry:
-        """A run that was opened before, for the process that resumes it."""
-        known = [row.id for row in self.account.rows]
-        if identity not in known:
+    def entry(self, identity: str, *, fingerprint: str = "") -> Entry:
+        """A run that was opened before, for the process that resumes it.
+
+        Data that have a budget under another name are refused. Others may have been edited since
+        the run began: what that costs is for the process to charge.
+        """
+        with self._file.reading() as connection:
+            account = loaded(connection, self.name, self._file.path)
+            _require_no_other(connection, self.name, fingerprint)
+        if identity not in [row.id for row in account.rows]:
             raise Refused(
                 f"expected a run that was charged to {self.name} in {self._file.path}, got "
                 f"{identity!r}; resume with the ledger that the run was started with"
@@ -137,12 +143,18 @@ class Budget:
         return f"Budget({self.name!r}, ({account.epsilon:g}, {account.delta:g}), {account.rule!r})"
 
 
-def _require_own(account: Account, fingerprint: str, other: tuple[str] | None) -> None:
+def _require_no_other(connection: sqlite3.Connection, name: str, fingerprint: str) -> None:
+    """Refuse data that have a budget under another name; an unknown fingerprint is none's."""
+    asked = "SELECT name FROM budgets WHERE fingerprint = ? AND fingerprint != '' AND name != ?"
+    other = connection.execute(asked, (fingerprint, name)).fetchone()
     if other is not None:
         raise Refused(
-            f"expected data of its own under the name {account.name}, got those of {other[0]}, "
+            f"expected data of its own under the name {name}, got those of {other[0]}, "
             f"which have a budget already; charge the run to {other[0]}"
         )
+
+
+def _require_same(account: Account, fingerprint: str) -> None:
     if account.fingerprint not in ("", fingerprint):
         raise Refused(
             f"expected the data that {account.name} names, got other data (another fingerprint); "

@@ -219,15 +219,15 @@ def salt(connection: sqlite3.Connection) -> bytes:
     return bytes(connection.execute("SELECT salt FROM meta").fetchone()[0])
 
 
-def figure(value: float, *, up: bool = False) -> str:
-    """A number in six digits, rounded down, or up: what is left must not be over-stated.
+def figure(value: float, *, up: bool = False, digits: int = 6) -> str:
+    """A number in a few digits, rounded down, or up: what is left must not be over-stated.
 
     >>> figure(0.8399999999999999), figure(0.84), figure(1 / 3, up=True)
     ('0.839999', '0.84', '0.333334')
     """
     rounding = ROUND_CEILING if up else ROUND_FLOOR
     exact = Decimal(repr(value))
-    return f"{float(Context(prec=6, rounding=rounding).create_decimal(exact)):.6g}"
+    return f"{float(Context(prec=digits, rounding=rounding).create_decimal(exact)):.6g}"
 
 
 def as_text(cost: Amounts) -> str:

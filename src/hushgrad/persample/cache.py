@@ -92,9 +92,10 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     if isinstance(loss, functools.partial):
         return [*_held(loss.func, seen), *loss.args, *loss.keywords.values()]
     if dataclasses.is_dataclass(loss) and not isinstance(loss, nn.Module | type):
-        # A value: made anew at each step it must hit, as a lambda does.
-        fields = [getattr(loss, field.name) for field in dataclasses.fields(loss)]
-        inner = [_held(x, seen) if isinstance(x, FunctionType) else [x] for x in fields]
+        # A value: made anew at each step it must hit, as a lambda does. Its attributes count, too.
+        fields = {field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)}
+        parts = (fields | getattr(loss, "__dict__", {})).values()
+        inner = [_held(x, seen) if isinstance(x, FunctionType) else [x] for x in parts]
         return [type(loss), *(x for part in inner for x in part)]
     function = getattr(loss, "__func__", loss)
     code = getattr(function, "__code__", None)

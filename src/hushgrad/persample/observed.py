@@ -27,14 +27,15 @@ def observe(
     """Each record's value, as float64, without gradients and without a trace in the modules.
 
     With `test`, every second record is replaced and the others' values must keep their bits: a
-    value that depends on other records has no bound on what one of them moves.
+    value that depends on other records has no bound on what one of them moves. Random numbers are
+    drawn from torch's generator, which moves on: no two records may share them.
     """
     size = records.count(batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
-    with torch.no_grad(), torch.random.fork_rng(), guarded({}, modules):
+    with torch.no_grad(), guarded({}, modules):
         if test:
             _check_independence(values, whole, modules)
         with restored({}, modules):
@@ -64,7 +65,7 @@ def _called(values: Values, batch: Batch, size: int) -> Tensor:
     if not isinstance(found, Tensor) or found.shape != (size,):
         came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise Refused(
-            f"expected one value for each of {size} records, got {came}; return a tensor like "
+            f"expected one value for each record of the batch, got {came}; return a tensor like "
             "model(x).argmax(1) == y"
         )
     return found.detach().double()

@@ -44,9 +44,13 @@ class Columns:
         """A keyed digest of every entry, and of shapes and types."""
         digest = hashlib.blake2b(key=key, digest_size=16)
         for leaf in leaves_of(self.columns):
-            column = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
-            digest.update(f"{column.dtype} {column.shape} ".encode())
-            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+            if isinstance(leaf, Tensor):  # by its bytes: NumPy has no bfloat16
+                digest.update(
+                    leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+                )
+            else:
+                digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
     def records(self, positions: list[int]) -> list[Any]:

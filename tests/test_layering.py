@@ -22,9 +22,19 @@ STAGES = frozenset(
     | {"comm", "checkpoint"}
 )
 COMPOSERS = frozenset(
-    {"__init__", "step", "plan", "guarantee", "training", "algorithms", "glm", "accounting"}
+    {
+        "__init__",
+        "__main__",
+        "step",
+        "plan",
+        "guarantee",
+        "training",
+        "algorithms",
+        "glm",
+        "accounting",
+    }
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "recipe", "augmentation", "books", "resuming"}
+    | {"demo", "cli", "recipe", "augmentation", "charging", "resuming"}
     | {"evaluation", "builtin", "curves", "launch", "odometer", "preflight", "words"}
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import dp_accounting
@@ -19,6 +21,7 @@ from hushgrad import Refused, Relation, Rng
 from hushgrad.clipping import abadi
 from hushgrad.plan import Plan
 from hushgrad.sampling import FullBatch, Poisson, Shuffled, Stated, WithoutReplacement
+from hushgrad.training import _own_randomness
 
 RECORDS = 400
 
@@ -427,3 +430,78 @@ def test_data_of_any_precision_are_trained_on(dtype: torch.dtype) -> None:
     run = hg.train(net, optimizer, (x.to(dtype), y), plan=small_plan(), rng=Rng.fixed(0))
     run.step(loss_of(net), next(iter(run)))
     assert run.steps_taken == 1
+
+
+def test_dropout_follows_from_more_than_32_bits_of_the_key() -> None:
+    """What torch takes of a seed can be tried out, and masks by position must stay secret."""
+
+    class Halved(Rng):
+        """The same first word as another key, which alone would be the seed."""
+
+        def words(self, count: int, *, start: int = 0):
+            found = super().words(count, start=start).copy()
+            if start == 0:
+                found[:1] = 7
+            return found
+
+    drawn = []
+    for key in (b"a" * 32, b"b" * 32, b"a" * 32):
+        with _own_randomness(Halved(key, reproducible=True)):
+            drawn.append(torch.rand(2000))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    for values in drawn[:2]:
+        assert stats.kstest(values.numpy(), "uniform").pvalue > 1e-3
+
+
+def test_a_step_that_fails_is_left_out_and_the_run_still_ends(tmp_path) -> None:
+    net = model()
+    run = hg.train(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        data(),
+        plan=small_plan(),
+        rng=Rng.from_os(),
+        folder=tmp_path,
+    )
+
+    def broken(batch: object) -> Tensor:
+        raise RuntimeError("no such thing")
+
+    for i, batch in enumerate(run):
+        if i == 3:
+            with pytest.raises(RuntimeError, match="no such thing"):
+                run.step(broken, batch)
+        else:
+            run.step(loss_of(net), batch)
+        if i == 5:
+            run.save()
+            assert (run.state()["step"], run.state()["taken"]) == (6, 5)
+    assert run.steps_taken == 9
+    assert not (tmp_path / "key").exists()
+    assert run.guarantee.epsilon == run.plan.epsilon
+
+
+def test_arguments_of_a_wrong_kind_are_named() -> None:
+    """In a process of its own: here the tests' own checks of types would come first."""
+    program = """
+import torch, hushgrad as hg
+net = torch.nn.Linear(2, 2)
+plan = hg.plan(records=100, batch=10, epochs=1, delta=1e-5, noise_multiplier=1.0)
+good = dict(plan=plan, rng=hg.Rng.fixed(0))
+for changes in (dict(rng=3), dict(plan={}), dict(budget="people")):
+    try:
+        hg.train(net, torch.optim.SGD(net.parameters(), lr=1.0), torch.ones(9, 2), **good | changes)
+    except ValueError as error:
+        print(error)
+try:
+    hg.plan(records=100, batch=10, epochs=1, delta=1e-5, noise_multiplier=1.0, clip="abadi")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "expected rng to be a Rng, got a int; pass Rng.from_os()",
+        "expected plan to be a Plan, got a dict; pass hg.plan(…)",
+        'expected budget to be a Budget, got a str; pass hg.Ledger("ledger.sqlite").budget("name")',
+        "expected a clipping rule, got 'abadi'; pass one such as hg.automatic() or hg.abadi(1.0)",
+    ], done.stderr

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
-from hushgrad.books import refuse_reproducible
+from hushgrad.charging import refuse_reproducible
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian, release
 from hushgrad.persample.observed import Values, observe

@@ -48,6 +48,11 @@ class Plan:
                 f"expected records >= 1 and steps >= 1, got {self.records} and {self.steps}; pass "
                 "the public number of records, and how many batches to train on"
             )
+        if not isinstance(self.clip, Clip | Adaptive):
+            raise ValueError(
+                f"expected a clipping rule, got {self.clip!r}; pass one such as hg.automatic() or "
+                "hg.abadi(1.0)"
+            )
         if isinstance(self.clip, Adaptive) and self.metrics is None:
             raise ValueError(
                 "expected metrics with adaptive clipping, which follows the share of clipped "
@@ -132,7 +137,8 @@ def plan(
     """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
 
     The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
-    threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`.
+    threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`. With a
+    `sampling` of one's own, `batch` says only how many steps an epoch has.
     Adaptive clipping brings the metrics that it follows.
 
     >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hushgrad import checkpoint
-from hushgrad.books import Books, destroy, own_budget, refuse_reproducible, restored
+from hushgrad.charging import Books, destroy, own_budget, refuse_reproducible, restored
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng

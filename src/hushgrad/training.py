@@ -56,6 +56,7 @@ class Run:
         self._clip = plan.clip.at(plan.clip.clip_norm)
         self._position = self.steps_taken = 0
         self._drawn: int | None = None
+        self._finished = False
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class Run:
             self._drawn = count(batch)
             yield batch
         self._drawn = None
-        if self.steps_taken == self.plan.steps:
+        if not self._finished:
             self.finish()
 
     def step(
@@ -149,12 +150,13 @@ class Run:
     def finish(self) -> None:
         """End the run: settle its budget and destroy its key. The end of its batches does so."""
         self._memory.finish(self)
-        self._position = self.plan.steps
+        self._position, self._finished = self.plan.steps, True
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself."""
         return {
-            "step": self.steps_taken,
+            "step": self._position - (self._drawn is not None),  # that batch is drawn again
+            "taken": self.steps_taken,
             "clip_norm": self._clip.clip_norm,
             "readings": [[r.step, list(r.values.values())] for r in self.readings],
             "model": self._model.state_dict(),
@@ -169,7 +171,7 @@ class Run:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._clip = self.plan.clip.at(state["clip_norm"])
-        self._position = self.steps_taken = state["step"]
+        self._position, self.steps_taken = state["step"], state["taken"]
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = [
             Reading(step, dict(zip(names, values, strict=True)))
@@ -247,6 +249,10 @@ def train(
     The run is charged to `budget`. In `folder` it keeps checkpoints and its key; with `resume` it
     goes on from there. What `keep` names (a schedule, an average) is saved along.
     """
+    _require_kind("rng", rng, Rng, "Rng.from_os()")
+    _require_kind("plan", plan, Plan, "hg.plan(…)")
+    if budget is not None:
+        _require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
     if isinstance(optimizer, _REFUSED_OPTIMIZERS):
         raise Refused(
             f"expected an optimizer that takes one dense gradient for each step, got "
@@ -271,6 +277,13 @@ def train(
         memory=memory,
         execution=execution,
     )
+
+
+def _require_kind(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"expected {name} to be a {kind.__name__}, got a {type(value).__name__}; pass {example}"
+        )
 
 
 def _loader(data: Any, plan: Plan) -> Loader | None:
@@ -304,6 +317,12 @@ def _own_randomness(rng: Rng) -> Iterator[None]:
     """
     with torch.random.fork_rng():
         torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
+        # Of a seed torch's Mersenne Twister on the CPU takes 32 bits, which can be tried out. Its
+        # state is 624 words of 32 bits, each in 64, after three of bookkeeping.
+        state = torch.get_rng_state()
+        drawn = rng.words(624, start=1) >> np.uint64(32)
+        state.view(torch.int64)[3:627] = torch.from_numpy(drawn.astype(np.int64))
+        torch.set_rng_state(state)
         yield
 
 

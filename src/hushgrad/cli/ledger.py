@@ -19,7 +19,7 @@ from rich.table import Table
 from hushgrad.accounting import gaussian, poisson, repeated
 from hushgrad.cli.errors import sentences
 from hushgrad.ledger import Budget, Ledger, Rule, order_for, renyi, total
-from hushgrad.ledger.books import require_budget
+from hushgrad.ledger.ledger import require_budget
 from hushgrad.ledger.records import Account, Charge, Row, figure
 from hushgrad.ledger.rules import Amounts
 from hushgrad.types import Relation

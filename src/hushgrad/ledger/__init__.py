@@ -13,9 +13,9 @@ Costs add up by a filter that holds although runs are chosen after seeing earlie
 the sum of ε and of δ over whole runs, or `renyi(order)`, which gives back the steps not taken.
 """
 
-from hushgrad.ledger.books import Ledger
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.entry import UNKNOWN, Entry
+from hushgrad.ledger.ledger import Ledger
 from hushgrad.ledger.rules import Rule, order_for, renyi, total
 from hushgrad.ledger.spending import Spend
 

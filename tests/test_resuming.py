@@ -146,6 +146,35 @@ def test_an_edited_record_is_charged(tmp_path: Path) -> None:
     assert len(again.run.guarantee.charges) == 1
 
 
+def test_no_try_draws_the_batches_of_an_earlier_one(tmp_path: Path) -> None:
+    """Data that are edited and edited back: a charge for other batches must be for others."""
+    plan, edited = small_plan(), data()
+    edited[0][0, 0] += 1
+    first = Trainer(tmp_path, plan, Rng.from_os()).go(until=7, save_at=4)
+    names = [first.run._memory.sampling.name]
+    for records in (edited, data()):
+        again = Trainer(tmp_path, plan, Rng.from_os(), resume=True, records=records).go(until=7)
+        names.append(again.run._memory.sampling.name)
+    assert len(set(names)) == 3
+    assert len(again.run.guarantee.charges) == 2
+
+
+def test_a_second_crash_without_the_key_is_told_from_the_first(tmp_path: Path) -> None:
+    """The steps of the second key are replayed for nothing, and charged where they differ."""
+    plan = small_plan()
+    Trainer(tmp_path, plan, Rng.from_os()).go(until=7, save_at=4)
+    (tmp_path / "key").unlink()
+    second = Trainer(tmp_path, plan, Rng.from_os(), resume=True).go(until=7)
+    third = Trainer(tmp_path, plan, Rng.from_os(), resume=True).go(until=7)
+    assert torch.equal(second.weights, third.weights)
+    assert len(third.run.guarantee.charges) == 1
+    fourth = Trainer(tmp_path, plan, Rng.from_os(), resume=True)
+    with torch.no_grad():
+        fourth.net[0].weight[0, 0] += 1e-3
+    fourth.go(until=7)
+    assert len(fourth.run.guarantee.charges) == 2
+
+
 def test_batches_are_bound_to_the_data_and_the_plan(tmp_path: Path) -> None:
     x, y = data()
     other = (x + 1, y)

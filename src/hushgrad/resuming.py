@@ -59,12 +59,13 @@ class Memory:
         rng: Rng,
         *,
         sampling: Rng,
+        draw: str = "",
         books: Books | None = None,
         folder: Path | None = None,
         keep: Keep,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self.rng, self.sampling = rng.derive("release"), sampling
+        self.rng, self.sampling, self._draw = rng.derive("release"), sampling, draw
         self._plan, self._books, self._folder = plan, books, folder
         self._keep, self._saved = keep, saved
 
@@ -84,15 +85,17 @@ class Memory:
             self._books.released(step, digest)
 
     def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Put a run where its checkpoint left it, by `load`, or write its first checkpoint."""
-        if self._saved is None:
-            if self._folder is not None:
-                self.save(run)
-            return
-        load(self._saved["run"])
-        for name, thing in self._keep.items():
-            thing.load_state_dict(self._saved["keep"][name])
-        self._saved = None
+        """Put a run where its checkpoint left it, by `load`, and write a checkpoint with its draw.
+
+        So that what is released from here on is never taken for a release on other batches.
+        """
+        if self._saved is not None:
+            load(self._saved["run"])
+            for name, thing in self._keep.items():
+                thing.load_state_dict(self._saved["keep"][name])
+            self._saved = None
+        if self._folder is not None:
+            self.save(run)
 
     def save(self, run: Training) -> None:
         """Write a checkpoint."""
@@ -105,6 +108,7 @@ class Memory:
             "plan": self._plan.terms(),
             "entry": self._books.entry.id,
             "batches": self.sampling.name,
+            "draw": self._draw,
             "reproducible": self.rng.reproducible,
             "run": run.state(),
             "keep": {name: thing.state_dict() for name, thing in self._keep.items()},
@@ -185,11 +189,23 @@ def _resumed(
         )
     if not file.exists():
         own.write(file)
-    sampling = _sampling(plan, own, fingerprint)
-    books = restored(
-        entry, plan, step=saved["run"]["step"], same_batches=sampling.name == saved["batches"]
+    draw = saved["draw"]
+    sampling = _sampling(plan, own, fingerprint, draw)
+    same = sampling.name == saved["batches"]
+    if not same:  # and none that an earlier try has drawn: two releases of one batch cost more
+        draw = secrets.token_hex(16)
+        sampling = _sampling(plan, own, fingerprint, draw)
+    books = restored(entry, plan, step=saved["run"]["step"], same_batches=same)
+    return Memory(
+        plan,
+        own,
+        sampling=sampling,
+        draw=draw,
+        books=books,
+        folder=folder,
+        keep=keep,
+        saved=saved,
     )
-    return Memory(plan, own, sampling=sampling, books=books, folder=folder, keep=keep, saved=saved)
 
 
 def _own(rng: Rng) -> Rng:
@@ -197,10 +213,10 @@ def _own(rng: Rng) -> Rng:
     return rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
 
 
-def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint) -> Rng:
-    """The key of a run's batches."""
+def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint, draw: str = "") -> Rng:
+    """The key of a run's batches; `draw` tells those of a run that could not draw its first."""
     data = fingerprint(own.derive("data").words(4).tobytes())
-    return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"))
+    return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"), draw)
 
 
 def _require_folder(folder: Path | None, resume: bool) -> None:

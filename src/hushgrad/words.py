@@ -18,7 +18,8 @@ _NEIGHBOURS = {
 NOT_COVERED = (
     "What is true of the records as a whole: a model that learns that smoking harms will say so "
     "of a smoker who was in the data, and would say so had they not been.",
-    "Several records together. If one person has k records, their ε is about k times as large.",
+    "Several records together. If one person has k records, their ε is some k times as large, or "
+    "more: hushgrad account --group k tells.",
     "Other releases from the same data: their ε add up. A ledger (--ledger) keeps count.",
     "Choices made by looking at the data beforehand, such as settings tuned on it.",
     "Records that are not training data: the test records, and what a model was pretrained on.",

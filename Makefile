@@ -18,7 +18,7 @@ demo: $(VENV)/.dev ## train on digits with and without privacy, in less than two
 test: $(VENV)/.dev ## run the fast tests and the doctests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
-test-all: $(VENV)/.dev ## run every test
+test-all: $(VENV)/.dev $(VENV)/.bench ## run every test, also those beside Opacus
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: $(VENV)/.dev ## check format, lint and types

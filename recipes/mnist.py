@@ -12,7 +12,7 @@ from hushgrad.data import mnist
 from hushgrad.recipe import Recipe
 from recipes import strong as beyond
 from recipes.classifier import G1, Settings, classifier
-from recipes.images import prepared, upright
+from recipes.images import Images, prepared, standardised, upright
 from recipes.networks import tanh_cnn
 from recipes.views import shifted
 
@@ -44,7 +44,7 @@ def strong(
 ) -> Recipe:
     """The same network and ε with more steps, a rate that falls, and images set upright."""
     return beyond.strong(
-        prepared(mnist(data), upright, "each centred and set upright by itself"),
+        prepared(mnist(data), _upright_and_even, "each set upright and standardised by itself"),
         shifted(1),
         seed=seed,
         epsilon=epsilon,
@@ -53,3 +53,7 @@ def strong(
         lr=lr,
         views=views,
     )
+
+
+def _upright_and_even(images: Images) -> Images:
+    return standardised(upright(images))

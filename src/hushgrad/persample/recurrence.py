@@ -119,15 +119,16 @@ def _chain(
     `carry` is what a state hands on to the next beside its products.
     """
     states = dy.clone()
-    dh = None
-    carries = states if carry is None else carry
-    for state, gate, kept in _in_order(states, slopes, carries, reverse=not reverse):
-        if dh is not None:
-            state.add_(dh)
-        gates = gate.unflatten(1, (-1, state.shape[1])).mul_(state.unsqueeze(1)).flatten(1)
-        dh = gates @ w if carry is None else torch.addmm(kept * state, gates, w)
-    assert dh is not None
-    return states, slopes, dh
+    later = None
+    for state, gate, kept in _in_order(
+        states, slopes, states if carry is None else carry, reverse=not reverse
+    ):
+        if later is not None:
+            state.add_(later)
+        gate.unflatten(1, (-1, state.shape[1])).mul_(state.unsqueeze(1))
+        later = gate @ w if carry is None else torch.addmm(kept * state, gate, w)
+    assert later is not None
+    return states, slopes, later
 
 
 @dataclass(frozen=True)
@@ -138,46 +139,45 @@ class Lstm:
 
     def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Ran:
         assert c is not None
-        size, start = c.shape[-1], c
+        size, start, p = c.shape[-1], c, w.projection
         gates = gates if w.bias is None else gates.add_(w.bias)
-        cells = gates.new_empty(*gates.shape[:2], size)
-        m = torch.empty_like(cells)
-        y = m if w.projection is None else gates.new_empty(*gates.shape[:2], h.shape[-1])
-        for gate, cell, out, end in _in_order(gates, cells, m, y, reverse=self.reverse):
+        cells, after, m = (gates.new_empty(*gates.shape[:2], size) for _ in range(3))
+        y = m if p is None else gates.new_empty(*gates.shape[:2], h.shape[-1])
+        steps = _in_order(gates, cells, after, m, y, reverse=self.reverse)
+        for gate, cell, squashed, out, end in steps:
             gate.addmm_(h, w.hidden.mT)
             gate[:, : 2 * size].sigmoid_()
             i, f, g, o = gate.chunk(4, 1)
             c = torch.mul(f, c, out=cell).addcmul_(i, g.tanh_())
-            h = torch.tanh(c, out=out).mul_(o.sigmoid_())
-            if w.projection is not None:
-                h = torch.mm(h, w.projection.mT, out=end)
-        projection = () if w.projection is None else (w.projection,)
-        kept = (w.hidden, gates, cells, start, *projection)
-        return Ran(y, cells, m if projection else None, gates, kept)
+            h = torch.mul(torch.tanh(c, out=squashed), o.sigmoid_(), out=out)
+            h = h if p is None else torch.mm(h, p.mT, out=end)
+        kept = (w.hidden, gates, cells, after, start, *([] if p is None else [p]))
+        return Ran(y, cells, None if p is None else m, gates, kept)
 
     def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> Back:
-        gates, cells, start, *projection = kept
+        gates, cells, after, start, *projection = kept
         assert dc is not None
         i, f, g, o = gates.chunk(4, -1)
-        after = cells.tanh()
-        by_i, by_g, by_o = _sigmoid_slope(g, i), _tanh_slope(i, g), _sigmoid_slope(after, o)
-        by_f = _sigmoid_slope(before(cells, start, reverse=self.reverse), f)
-        slopes, into = torch.cat([by_i, by_f, by_g, by_o], -1), _tanh_slope(o, after)
-        states = dy.clone()
-        dh = None
-        for state, gate, cell, forget in _in_order(
-            states, slopes, into, f, reverse=not self.reverse
+        slopes = torch.empty_like(gates)
+        by_i, by_f, by_g, by_o = slopes.chunk(4, -1)
+        _sigmoid_slope(g, i, grad_input=by_i)
+        _sigmoid_slope(before(cells, start, reverse=self.reverse), f, grad_input=by_f)
+        _tanh_slope(i, g, grad_input=by_g)
+        _sigmoid_slope(after, o, grad_input=by_o)
+        states, later = torch.empty_like(dy) if projection else dy, None
+        for d, state, gate, cell, forget in _in_order(
+            dy, states, slopes, _tanh_slope(o, after), f, reverse=not self.reverse
         ):
-            if dh is not None:
-                state.add_(dh)
-            dm = state @ projection[0] if projection else state
+            dm = d if later is None else torch.addmm(d, later, w)
+            if projection:
+                dm = state.copy_(dm) @ projection[0]
             dc = torch.addcmul(dc, dm, cell)
             each = gate.unflatten(1, (4, -1))
             each[:, :3].mul_(dc.unsqueeze(1))
             each[:, 3].mul_(dm)
-            dh, dc = gate @ w, dc * forget
-        assert dh is not None
-        return Back(slopes, slopes, dh, dc, states if projection else None)
+            later, dc = gate, dc * forget
+        assert later is not None
+        return Back(slopes, slopes, later @ w, dc, states if projection else None)
 
 
 Kind = Rnn | Gru | Lstm

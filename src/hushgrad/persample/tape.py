@@ -165,8 +165,12 @@ class Tape:
                 f"{name} on {', '.join(names)} turns records into a tensor of shape "
                 f"{tuple(y.shape)} without records, so samples are mixed; {_MIXING}"
             )
-        # An operation that no rule knows may keep its result, or return a view of an argument.
-        return self._tap(y.clone() if call.runs_again else y, saves)
+        if call.runs_again:  # it may keep its result, or return a view of an argument
+            y = y.clone()
+        elif y._is_view() and not writes_in_place(name):
+            # As of a linear map in three dimensions: autograd would copy a tapped view's gradient.
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return self._tap(y, saves)
 
     def _on_parameters(
         self,

@@ -98,7 +98,8 @@ class Tape:
 
     def __init__(self, params: Params, batch: int, guide: Guide, rules: Rules) -> None:
         self.params, self.batch = params, batch
-        self._guide, self.rules = guide, rules
+        self._guide, self._rules = guide, rules
+        self.decompositions = rules.decompositions
         self._name_of = {id(p): name for name, p in params.items()}
         device = next(iter(params.values())).device
         self.token = torch.zeros((), device=device, requires_grad=True)
@@ -154,7 +155,7 @@ class Tape:
         self, call: Call, name: str, names: tuple[str, ...], inputs: tuple[Place, ...]
     ) -> Tensor:
         args, kwargs = call.arguments
-        saves = self.rules.on_records(call, name, args, kwargs)
+        saves = self._rules.on_records(call, name, args, kwargs)
         before = _random_state(self.token.device) if call.runs_again else None
         y = call.function(*self._plain(args), **self._plain(kwargs))
         if before is not None and not torch.equal(before, _random_state(self.token.device)):
@@ -194,7 +195,7 @@ class Tape:
                 f"no records, so samples may be mixed; {_MIXING}"
             )
         args, kwargs = call.arguments
-        found = self.rules.lookup(call, args, kwargs)
+        found = self._rules.lookup(call, args, kwargs)
         graph = self._graph(call) if found is None else found[0].requires_grad_()
         results = [x for x in tensors_in((graph,)) if x.requires_grad]
         if not results and not others:
@@ -203,7 +204,7 @@ class Tape:
         self._calls += 1
         if any(place.layout for place in outputs):
             (call.output,) = outputs
-            saves = self.rules.on_spread(call, name, args, kwargs)
+            saves = self._rules.on_spread(call, name, args, kwargs)
             return self._tap(graph.detach().clone(), saves)
         if found is not None:
             self._lookups.append((names[0], graph, found[1]))
@@ -341,22 +342,22 @@ _MIXING = "compute each record's loss from that record alone, or freeze the para
 class Rules:
     """How operations become factors: on records, spread over the batch, and table look-ups.
 
-    An operation that is `decomposed` is said by simpler ones, which are intercepted in its place.
+    Those that have a decomposition are run as simpler operations, which are seen in turn.
     """
 
     on_records: Callable[[Call, str, Any, Any], Saves]
     on_spread: Callable[[Call, str, Any, Any], Saves]
     lookup: Callable[[Call, Any, Any], tuple[Tensor, Callable[[Tensor], Factor]] | None]
-    decomposed: Mapping[Any, Callable[..., Any]]
+    decompositions: Mapping[Any, Callable[..., Any]]
 
 
 @classmethod  # type: ignore[misc]
 def _intercept(
     cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    apart = cls.tape.rules.decomposed.get(function) if torch.is_grad_enabled() else None
-    if apart is not None:
-        result = apart(*args, **(kwargs or {}))
+    simpler = cls.tape.decompositions.get(function)
+    if simpler is not None and torch.is_grad_enabled():
+        result = simpler(*args, **kwargs or {})
         if result is not NotImplemented:
             return result
     with _PLAIN_TORCH():

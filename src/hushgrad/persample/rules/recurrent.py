@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hushgrad.persample.recurrence import Gru, Kind, Lstm, Rnn, Unrolled, Weights, before
 from hushgrad.persample.rules.linear import linear
-from hushgrad.persample.rules.registry import decomposition, rule
+from hushgrad.persample.rules.registry import REGISTERED, decomposition
 from hushgrad.persample.tape import Call, Saves
 from hushgrad.types import NotCovered
 
@@ -28,11 +28,13 @@ def known_linear(input: Tensor, weight: Tensor, bias: Tensor | None, stand_in: T
     return stand_in
 
 
-@rule(known_linear)
-def as_linear(
+def _as_linear(
     call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, stand_in: Tensor
 ) -> Saves | None:
     return linear(call, input, weight, bias)
+
+
+REGISTERED[known_linear] = _as_linear
 
 
 # --- layers -------------------------------------------------------------------------------------
@@ -50,8 +52,9 @@ def _layer(
     inputs, (h, *c) = inputs.to(dtype), (s.to(dtype) for s in state)
     cell = c[0] if c else None
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        plain = (None if w is None else w.detach().to(dtype) for w in (w_hh, b_hh, w_hr))
-        ran = kind.run(inputs.detach(), h, cell, Weights(*plain))
+        bias, projection = (w if w is None else w.detach().to(dtype) for w in (b_hh, w_hr))
+        plain = Weights(w_hh.detach().to(dtype), bias, projection)
+        ran = kind.run(inputs.detach(), h, cell, plain)
         states = before(ran.y, h, reverse=kind.reverse)
     hidden = known_linear(states, w_hh, b_hh, ran.hidden)
     projected = None
@@ -110,10 +113,10 @@ def _layers(
     return x if batch_first else x.transpose(0, 1), *finals
 
 
-decomposition("lstm")(partial(_layers, Lstm))
-decomposition("gru")(partial(_layers, Gru))
-decomposition("rnn_tanh")(partial(_layers, partial(Rnn, relu=False)))
-decomposition("rnn_relu")(partial(_layers, partial(Rnn, relu=True)))
+decomposition(torch.lstm)(partial(_layers, Lstm))
+decomposition(torch.gru)(partial(_layers, Gru))
+decomposition(torch.rnn_tanh)(partial(_layers, partial(Rnn, relu=False)))
+decomposition(torch.rnn_relu)(partial(_layers, partial(Rnn, relu=True)))
 
 
 # --- cells: one step, whose loop is the user's ---------------------------------------------------
@@ -130,7 +133,7 @@ def _products(
     return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)
 
 
-@decomposition("lstm_cell")
+@decomposition(torch.lstm_cell)
 def lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
     h, c = hx
     inputs, hidden = _products(input, h, *weights)
@@ -139,7 +142,7 @@ def lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: Any) -> tuple[Tenso
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-@decomposition("gru_cell")
+@decomposition(torch.gru_cell)
 def gru_cell(input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     inputs, hidden = (x.chunk(3, 1) for x in _products(input, hx, *weights))
     r, z = (torch.sigmoid(x + y) for x, y in zip(inputs[:2], hidden[:2], strict=True))
@@ -147,13 +150,13 @@ def gru_cell(input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     return (hx - n) * z + n
 
 
-@decomposition("rnn_tanh_cell")
+@decomposition(torch.rnn_tanh_cell)
 def rnn_tanh_cell(input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     inputs, hidden = _products(input, hx, *weights)
     return torch.tanh(inputs + hidden)
 
 
-@decomposition("rnn_relu_cell")
+@decomposition(torch.rnn_relu_cell)
 def rnn_relu_cell(input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     inputs, hidden = _products(input, hx, *weights)
     return torch.relu(inputs + hidden)

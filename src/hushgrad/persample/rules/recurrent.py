@@ -86,12 +86,6 @@ def _layers(
 ) -> Any:
     """All layers in all directions, each layer's outputs side by side into the next."""
     state = (hx,) if isinstance(hx, Tensor) else hx
-    if state[0].dim() == 1:  # the batch sizes, which a packed sequence has in this place
-        raise NotCovered(
-            "a packed sequence orders its rows by the lengths of all records, so whose they are "
-            "cannot be told from it; pass the padded sequence and pick each record's own steps, "
-            "or use form=loop"
-        )
     if has_torch_function((input, *state)):
         return NotImplemented
     x = input if batch_first else input.transpose(0, 1)
@@ -113,10 +107,23 @@ def _layers(
     return x if batch_first else x.transpose(0, 1), *finals
 
 
-decomposition(torch.lstm)(partial(_layers, Lstm))
-decomposition(torch.gru)(partial(_layers, Gru))
-decomposition(torch.rnn_tanh)(partial(_layers, partial(Rnn, relu=False)))
-decomposition(torch.rnn_relu)(partial(_layers, partial(Rnn, relu=True)))
+def _recurrent(
+    make: Callable[[bool], Kind], input: Tensor, second: Any, *others: Any, **named: Any
+) -> Any:
+    """Either spelling: with the first states second, or a packed sequence's batch sizes."""
+    if isinstance(second, Tensor) and second.dim() == 1:
+        raise NotCovered(
+            "a packed sequence orders its rows by the lengths of all records, so whose they are "
+            "cannot be told from it; pass the padded sequence and pick each record's own steps, "
+            "or use form=loop"
+        )
+    return _layers(make, input, second, *others, **named)
+
+
+decomposition(torch.lstm)(partial(_recurrent, Lstm))
+decomposition(torch.gru)(partial(_recurrent, Gru))
+decomposition(torch.rnn_tanh)(partial(_recurrent, partial(Rnn, relu=False)))
+decomposition(torch.rnn_relu)(partial(_recurrent, partial(Rnn, relu=True)))
 
 
 # --- cells: one step, whose loop is the user's ---------------------------------------------------

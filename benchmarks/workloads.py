@@ -137,8 +137,26 @@ def logistic(*, dropout: bool) -> Workload:
     return Workload(model, loss, (x, y))
 
 
+class LastStep(nn.Module):
+    """A linear head on the last output of an LSTM."""
+
+    def __init__(self, inputs: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.lstm(x)
+        return self.head(outputs[:, -1])
+
+
+def lstm(*, dropout: bool) -> Workload:
+    """LSTM 128 on 128 features, sequence 50, batch 64."""
+    return classifier(LastStep(128, 128, 10), torch.rand(64, 50, 128), 10)
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    build.__name__: build for build in (mlp, cnn, resnet20, bert, gpt2, logistic)
+    build.__name__: build for build in (mlp, cnn, resnet20, bert, gpt2, logistic, lstm)
 }
 
 

@@ -12,7 +12,7 @@ is pulled back through that graph, record by record, after the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,6 +99,7 @@ class Tape:
     def __init__(self, params: Params, batch: int, guide: Guide, rules: Rules) -> None:
         self.params, self.batch = params, batch
         self._guide, self._rules = guide, rules
+        self.decompositions = rules.decompositions
         self._name_of = {id(p): name for name, p in params.items()}
         device = next(iter(params.values())).device
         self.token = torch.zeros((), device=device, requires_grad=True)
@@ -172,8 +173,12 @@ class Tape:
                 f"{name} on {', '.join(names)} turns records into a tensor of shape "
                 f"{tuple(y.shape)} without records, so samples are mixed; {_MIXING}"
             )
-        # An operation that no rule knows may keep its result, or return a view of an argument.
-        return self._tap(y.clone() if call.runs_again else y, saves)
+        if call.runs_again:  # it may keep its result, or return a view of an argument
+            y = y.clone()
+        elif y._is_view() and not writes_in_place(name):
+            # As of a linear map in three dimensions: autograd would copy a tapped view's gradient.
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return self._tap(y, saves)
 
     def _on_parameters(
         self,
@@ -335,17 +340,26 @@ _MIXING = "compute each record's loss from that record alone, or freeze the para
 
 @dataclass(frozen=True)
 class Rules:
-    """How operations become factors: on records, spread over the batch, and table look-ups."""
+    """How operations become factors: on records, spread over the batch, and table look-ups.
+
+    Those that have a decomposition are run as simpler operations, which are seen in turn.
+    """
 
     on_records: Callable[[Call, str, Any, Any], Saves]
     on_spread: Callable[[Call, str, Any, Any], Saves]
     lookup: Callable[[Call, Any, Any], tuple[Tensor, Callable[[Tensor], Factor]] | None]
+    decompositions: Mapping[Any, Callable[..., Any]]
 
 
 @classmethod  # type: ignore[misc]
 def _intercept(
     cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
+    simpler = cls.tape.decompositions.get(function)
+    if simpler is not None and torch.is_grad_enabled():
+        result = simpler(*args, **kwargs or {})
+        if result is not NotImplemented:
+            return result
     with _PLAIN_TORCH():
         return cls.tape.call(function, args, kwargs or {})
 

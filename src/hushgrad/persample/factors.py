@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -172,6 +173,52 @@ class OneHot:
 
 
 Factor = Dense | Outer | OneHot
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradient of `count` rows of a parameter of `total`, from `start` on; others have none."""
+
+    inner: Factor
+    start: int
+    count: int
+    total: int
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.inner.parts
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    def scaled(self, factor: float) -> Rows:
+        return replace(self, inner=self.inner.scaled(factor))
+
+    def first(self, count: int) -> Rows:
+        return replace(self, inner=self.inner.first(count))
+
+    def materialised(self) -> Tensor:
+        return self.whole().materialised()
+
+    def whole(self) -> Factor:
+        """The same as a gradient of the whole parameter, zero in the other rows."""
+        inner = self.inner
+        if isinstance(inner, OneHot):
+            return OneHot(inner.index + self.start, inner.b, self.total)
+        if isinstance(inner, Outer):  # a row of the parameter may be several of the product's
+            return Outer(inner.a, self._padded(inner.b.unflatten(-1, (self.count, -1))).flatten(2))
+        return Dense(self._padded(inner.values.reshape(self.batch, 1, self.count, -1))[:, 0])
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, self.start, self.total - self.stop))
+
+
+Use = Factor | Rows
 
 
 def _largest(x: Tensor) -> Tensor:

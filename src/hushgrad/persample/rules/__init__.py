@@ -4,17 +4,24 @@ A rule has the signature of its operation, after the call. It returns the tensor
 way back and a function that turns the output's gradient and those tensors into factors, or None
 where it does not cover the case; the operation's own derivative then serves, record by record.
 Inside `emit` every tensor has its records in front: [batch, ...].
+
+An operation that is made of others has a decomposition instead, which runs them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hushgrad.persample.rules import linear, normalisation  # noqa: F401  (they register)
+from hushgrad.persample.rules import (  # noqa: F401  (they register)
+    attention,
+    linear,
+    normalisation,
+    products,
+)
 from hushgrad.persample.rules.arithmetic import on_spread
 from hushgrad.persample.rules.general import by_derivative
 from hushgrad.persample.rules.lookup import lookup
-from hushgrad.persample.rules.registry import REGISTERED
+from hushgrad.persample.rules.registry import DECOMPOSITIONS, REGISTERED
 from hushgrad.persample.tape import Call, Rules, Saves
 
 
@@ -25,4 +32,4 @@ def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     return saves if saves is not None else by_derivative(call, name)
 
 
-RULES = Rules(on_records, on_spread, lookup)
+RULES = Rules(on_records, on_spread, lookup, DECOMPOSITIONS)

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 from hushgrad.persample.tape import Rule
 
+Decomposition = Callable[..., Any]
+
 REGISTERED: dict[Any, Rule] = {}
+DECOMPOSITIONS: dict[Any, Decomposition] = {}
 _NAMESPACES = (torch, torch.Tensor, F)
 
 
@@ -22,6 +25,19 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         for spelling in spellings:
             if spelling is not None:
                 REGISTERED[spelling] = function
+        return function
+
+    return register
+
+
+def decomposition(*operations: Any) -> Callable[[Decomposition], Decomposition]:
+    """Register a function, of the same signature, that runs these operations as simpler ones.
+
+    It is called with the arguments as they came; the operations in it are seen in turn.
+    """
+
+    def register(function: Decomposition) -> Decomposition:
+        DECOMPOSITIONS.update(dict.fromkeys(operations, function))
         return function
 
     return register

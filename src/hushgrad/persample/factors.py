@@ -211,11 +211,12 @@ class Rows:
         if isinstance(inner, OneHot):
             return OneHot(inner.index + self.start, inner.b, self.total)
         if isinstance(inner, Outer):  # a row of the parameter may be several of the product's
-            return Outer(inner.a, self._padded(inner.b.unflatten(-1, (self.count, -1))).flatten(2))
-        return Dense(self._padded(inner.values.reshape(self.batch, 1, self.count, -1))[:, 0])
-
-    def _padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, self.start, self.total - self.stop))
+            size = inner.b.shape[-1] // self.count
+            pads = (self.start * size, (self.total - self.stop) * size)
+            return Outer(inner.a, F.pad(inner.b, pads))
+        whole = inner.values.new_zeros(self.batch, self.total, *inner.values.shape[2:])
+        whole[:, self.start : self.stop] = inner.values
+        return Dense(whole)
 
 
 Use = Factor | Rows

@@ -438,6 +438,12 @@ LOOKUPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "one-hot product": (lambda i, w: F.one_hot(i, 6).to(w.dtype) @ w, [(6, 3)]),
     "w.T[i]": (lambda i, w: w.T[i], [(3, 6)]),
     "look-up in a slice": (lambda i, w: F.embedding(i, w[:6]), [(8, 3)]),
+    "look-up in slices that meet": (
+        lambda i, w: F.embedding(i % 4, w[:5]) * F.embedding(i % 4, w[3:]), [(8, 3)]
+    ),
+    "look-up in slices that do not": (
+        lambda i, w: F.embedding(i % 4, w[:4]) * F.embedding(i % 4, w[4:]), [(8, 3)]
+    ),
     "look-up in a scaled table": (lambda i, w: F.embedding(i, 2 * w), [(6, 3)]),
     "positions by arange": (
         lambda i, w, p: F.embedding(i, w) + F.embedding(torch.arange(4), p), [(6, 3), (5, 3)]
@@ -895,6 +901,21 @@ REUSES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "halves of one weight": (
         lambda h, w: F.linear(h, w[:3]) * torch.sigmoid(F.linear(h, w[3:])), [(6, 4)]
     ),
+    "rows that meet": (
+        lambda h, w: F.linear(h, w[:4]) * torch.sigmoid(F.linear(h, w[2:])), [(6, 4)]
+    ),
+    "rows of made heads that meet": (
+        lambda h, w: made_heads(h, w[:2]) * made_heads(h, w[1:]).tanh(), [(3, 3, 4)]
+    ),
+    "rows of a product that meet": (
+        lambda h, w: h @ w[:4] + h.tanh() @ w[1:], [(5, 3)]
+    ),
+    "rows of a convolution": (
+        lambda h, w: F.conv1d(h.mT, w[:2]) * F.conv1d(h.mT, w[2:]), [(4, 4, 2)]
+    ),
+    "halves of a bias": (lambda h, b: (h[..., :2] + b[:2]) * (h[..., 2:] * b[2:]), [(4,)]),
+    "columns": (lambda h, w: F.linear(h[..., :2], w[:, :2]) * F.linear(h, w), [(3, 4)]),
+    "every second row": (lambda h, w: F.linear(h, w[::2]) * F.linear(h, w[1::2]), [(6, 4)]),
     "heads of one weight": (
         lambda h, w: sum(F.linear(h, part) * k for k, part in enumerate(w.chunk(3), 1)), [(6, 4)]
     ),
@@ -910,6 +931,10 @@ REUSES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         [(4, 4)],
     ),
 }  # fmt: skip
+
+
+def made_heads(h: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("btd,hkd->bthk", h, w)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from uses import Uses, away_from_zero, loss_of, weigh
 
-from hushgrad.persample import auto, traced
+from hushgrad.persample import auto, rules, traced
+from hushgrad.types import NotCovered, Refused
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SIZES = st.integers(1, 5)
@@ -146,12 +147,95 @@ def test_convolution_of_flattened_frames() -> None:
     check(loss_of(model), layer, torch.randn(5, 4, 2, 6, 6))
 
 
-def transposed(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.conv_transpose2d(h, w, b, stride=2)
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-def test_transposed_convolution() -> None:
-    run(transposed, [(2, 3, 2, 2), (3,)], torch.randn(3, 2, 4, 4), form=auto)
+@settings(max_examples=40)
+@given(
+    spatial=st.sampled_from([1, 2, 3]),
+    channels=st.sampled_from([(1, 1, 1), (2, 3, 1), (4, 2, 2), (3, 3, 3), (2, 4, 2)]),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    output_padding=st.integers(0, 2),
+    trained=st.sampled_from(["both", "weight", "bias"]),
+    batch=BATCHES,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=SEEDS,
+)
+def test_transposed_convolution(
+    spatial: int,
+    channels: tuple[int, int, int],
+    kernel: int,
+    stride: int,
+    dilation: int,
+    padding: int,
+    output_padding: int,
+    trained: str,
+    batch: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """The output may be padded up to the stride or the dilation, whichever is larger."""
+    assume(output_padding < max(stride, dilation))
+    torch.manual_seed(seed)
+    ins, outs, groups = channels
+    layer = TRANSPOSED[spatial](
+        ins, outs, kernel, stride, padding, output_padding, groups, dilation=dilation, dtype=dtype
+    )
+    model = nn.Sequential(Uses(lambda h: h, [], dtype), train_only(layer, trained))
+    check(loss_of(model), model, torch.randn(batch, ins, *(5, 6, 5)[:spatial], dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("ins", "outs", "size", "form"), [(4, 1, 12, "materialised"), (48, 24, 2, "Gram")]
+)
+@pytest.mark.parametrize("spatial", [1, 2])
+def test_transposed_convolution_in_both_forms(
+    ins: int, outs: int, size: int, form: str, spatial: int
+) -> None:
+    layer = TRANSPOSED[spatial](ins, outs, 2)
+    model = nn.Sequential(Uses(lambda h: h, []), layer)
+    gradients = check(loss_of(model), model, torch.randn(3, ins, *[size] * spatial))
+    assert gradients.settled["1.weight"].form == form
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), ((2, 1), (1, 0))])
+def test_transposed_convolution_of_flattened_frames(sizes: Any) -> None:
+    stride, output_padding = sizes
+    layer = nn.ConvTranspose2d(2, 3, 3, stride, 1, output_padding, dilation=2)
+
+    def model(x: Tensor) -> Tensor:
+        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    check(loss_of(model), layer, torch.randn(5, 4, 2, 6, 6))
+
+
+# einsum of [batch, t, d] whose gradient is one outer product at each position.
+MATRICES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "F.linear": (lambda h, w: torch.einsum("btd,od->bto", h, w), (40, 40)),
+    "h @ w": (lambda h, w: torch.einsum("btd,do->bot", h, w), (40, 40)),
+    "heads made": (lambda h, w: torch.einsum("btd,dhk->bhtk", h, w), (40, 4, 10)),
+    "sequence first": (
+        lambda h, w: torch.einsum("tbd,hkd->tbhk", h.transpose(0, 1), w).transpose(0, 1),
+        (4, 10, 40),
+    ),
+    "heads summed": (
+        lambda h, w: torch.einsum("bthk,ohk->bto", h.unflatten(-1, (4, 10)), w), (40, 4, 10)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+def test_einsum_by_a_matrix_stays_factored(kind: str) -> None:
+    function, shape = MATRICES[kind]
+    gradients = run(lambda h, w: 0.1 * function(h, w), [shape], torch.randn(5, 2, 40))
+    assert gradients.settled["operands.0"].form == "Gram"
+
+
+def twofold(h: Tensor) -> Tensor:
+    return torch.stack([h, h.tanh()], -2)
 
 
 # Product of the activation [batch, *middle, d] and parameters whose shapes are given by d.
@@ -173,6 +257,55 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int,
     "heads on the left": (lambda h, w: w @ h.mT.unsqueeze(-3), lambda d: [(2, 3, d)]),
     "heads by einsum": (lambda h, w: torch.einsum("...d,hdk->...hk", h, w), lambda d: [(2, d, 3)]),
     "einsum": (lambda h, w: torch.einsum("...i,oi->...o", h, w), lambda d: [(3, d)]),
+    "einsum, turned": (lambda h, w: torch.einsum("...i,io->...o", h, w), lambda d: [(d, 3)]),
+    "einsum, weight first": (lambda h, w: torch.einsum("oi, ...i -> ...o", w, h),
+                             lambda d: [(3, d)]),
+    "einsum, implicit output": (lambda h, w: torch.einsum("...i,io", h, w), lambda d: [(d, 3)]),
+    "einsum, several made": (lambda h, w: torch.einsum("...d,hkd->...kh", h, w),
+                             lambda d: [(2, 3, d)]),
+    "einsum, several summed": (
+        lambda h, w: torch.einsum("...xy,oxy->...o", twofold(h), w),
+        lambda d: [(3, 2, d)],
+    ),
+    "einsum, made between summed": (
+        lambda h, w: torch.einsum("...xy,xoy->...o", twofold(h), w),
+        lambda d: [(2, 3, d)],
+    ),
+    "einsum, by each head": (
+        lambda h, w: torch.einsum("...hd,hdk->...hk", twofold(h), w),
+        lambda d: [(2, d, 3)],
+    ),
+    "einsum, elementwise": (lambda h, w: torch.einsum("...i,i->...i", h, w), lambda d: [(d,)]),
+    "einsum, inner": (lambda h, w: torch.einsum("...i,i->...", h, w), lambda d: [(d,)]),
+    "einsum, outer": (lambda h, w: torch.einsum("...i,j->...ji", h, w), lambda d: [(3,)]),
+    "einsum, diagonal": (lambda h, w: torch.einsum("...i,ii->...i", h, w), lambda d: [(d, d)]),
+    "einsum, summed parameter": (lambda h, w: torch.einsum("...i,ij->...i", h, w),
+                                 lambda d: [(d, 3)]),
+    "einsum, summed input": (lambda h, w: torch.einsum("...i,jk->...jk", h, w),
+                             lambda d: [(2, 3)]),
+    "einsum, stretched": (lambda h, w: torch.einsum("...i,oi->...o", h, w), lambda d: [(3, 1)]),
+    "einsum, dots in both": (lambda h, w: torch.einsum("...,...->...", h, w), lambda d: [(d,)]),
+    "einsum, one operand": (lambda h, w: F.linear(h, torch.einsum("ij->ji", w)),
+                            lambda d: [(d, 3)]),
+    "einsum, a constant between": (
+        lambda h, w: torch.einsum("...i,ij,oj->...o", h, torch.ones(h.shape[-1], 2), w),
+        lambda d: [(3, 2)],
+    ),
+    "einsum, records twice": (
+        lambda h, w: torch.einsum("...i,...j,oij->...o", h, h.tanh(), w), lambda d: [(3, d, d)]
+    ),
+    "einsum, two parameters": (
+        lambda h, w, v: torch.einsum("...i,ij,oj->...o", h, w, v), lambda d: [(d, 2), (3, 2)]
+    ),
+    "bilinear": (lambda h, w, b: F.bilinear(h, h.tanh(), w, b), lambda d: [(2, d, d), (2,)]),
+    "bilinear, no bias": (lambda h, w: F.bilinear(h, h.tanh(), w), lambda d: [(2, d, d)]),
+    "bilinear, bias alone": (
+        lambda h, b: F.bilinear(h, h.tanh(), torch.ones(2, *[h.shape[-1]] * 2), b),
+        lambda d: [(2,)],
+    ),
+    "bilinear, a parameter as input": (
+        lambda h, w, p: F.bilinear(h, p.expand_as(h), w), lambda d: [(2, d, d), (d,)]
+    ),
     "tensordot": (lambda h, w: torch.tensordot(h, w, dims=1), lambda d: [(d, 3)]),
     "low rank": (lambda h, a, b: F.linear(F.linear(h, a), b), lambda d: [(2, d), (3, 2)]),
     "product of parameters": (lambda h, a, b: F.linear(h, b @ a), lambda d: [(2, d), (3, 2)]),
@@ -305,6 +438,12 @@ LOOKUPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "one-hot product": (lambda i, w: F.one_hot(i, 6).to(w.dtype) @ w, [(6, 3)]),
     "w.T[i]": (lambda i, w: w.T[i], [(3, 6)]),
     "look-up in a slice": (lambda i, w: F.embedding(i, w[:6]), [(8, 3)]),
+    "look-up in slices that meet": (
+        lambda i, w: F.embedding(i % 4, w[:5]) * F.embedding(i % 4, w[3:]), [(8, 3)]
+    ),
+    "look-up in slices that do not": (
+        lambda i, w: F.embedding(i % 4, w[:4]) * F.embedding(i % 4, w[4:]), [(8, 3)]
+    ),
     "look-up in a scaled table": (lambda i, w: F.embedding(i, 2 * w), [(6, 3)]),
     "positions by arange": (
         lambda i, w, p: F.embedding(i, w) + F.embedding(torch.arange(4), p), [(6, 3), (5, 3)]
@@ -350,12 +489,6 @@ def test_lookups(spelling: str) -> None:
 
 def test_one_index_to_a_record() -> None:
     run(lambda i, w: F.embedding(i, w), [(6, 3)], torch.randint(6, (7,)))
-
-
-def test_bag_of_embeddings() -> None:
-    """`F.embedding_bag` adds up inside the operation; whatever form serves must be exact."""
-    bag = nn.EmbeddingBag(6, 3, mode="sum")
-    check(loss_of(bag), bag, torch.randint(6, (5, 4)), form=auto)
 
 
 # --- normalisation ------------------------------------------------------------------------------
@@ -768,6 +901,21 @@ REUSES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "halves of one weight": (
         lambda h, w: F.linear(h, w[:3]) * torch.sigmoid(F.linear(h, w[3:])), [(6, 4)]
     ),
+    "rows that meet": (
+        lambda h, w: F.linear(h, w[:4]) * torch.sigmoid(F.linear(h, w[2:])), [(6, 4)]
+    ),
+    "rows of made heads that meet": (
+        lambda h, w: made_heads(h, w[:2]) * made_heads(h, w[1:]).tanh(), [(3, 3, 4)]
+    ),
+    "rows of a product that meet": (
+        lambda h, w: h @ w[:4] + h.tanh() @ w[1:], [(5, 3)]
+    ),
+    "rows of a convolution": (
+        lambda h, w: F.conv1d(h.mT, w[:2]) * F.conv1d(h.mT, w[2:]), [(4, 4, 2)]
+    ),
+    "halves of a bias": (lambda h, b: (h[..., :2] + b[:2]) * (h[..., 2:] * b[2:]), [(4,)]),
+    "columns": (lambda h, w: F.linear(h[..., :2], w[:, :2]) * F.linear(h, w), [(3, 4)]),
+    "every second row": (lambda h, w: F.linear(h, w[::2]) * F.linear(h, w[1::2]), [(6, 4)]),
     "heads of one weight": (
         lambda h, w: sum(F.linear(h, part) * k for k, part in enumerate(w.chunk(3), 1)), [(6, 4)]
     ),
@@ -783,6 +931,10 @@ REUSES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         [(4, 4)],
     ),
 }  # fmt: skip
+
+
+def made_heads(h: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("btd,hkd->bthk", h, w)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -816,14 +968,53 @@ def test_tied_table_and_head_can_stay_factored() -> None:
     assert gradients.settled["0.weight"].form == "Gram"
 
 
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 2, 4)])
+@pytest.mark.parametrize("slopes", ["one", "channels", "scalar"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prelu(shape: tuple[int, ...], slopes: str, dtype: torch.dtype) -> None:
+    """One slope, or one for each channel: the dimension after the records."""
+    slope = {"one": (1,), "channels": shape[:1], "scalar": ()}[slopes]
+    run(F.prelu, [slope], away_from_zero(5, *shape, dtype=dtype), dtype=dtype)
+
+
+def test_prelu_before_the_records() -> None:
+    """Sequence first, the channels of `F.prelu` are the records: one slope each mixes nothing."""
+    run(lambda h, a: F.prelu(h.mT, a).mT, [(4,)], away_from_zero(5, 3, 4))
+    run(lambda h, a: F.prelu(h.transpose(0, 1), a).transpose(0, 1), [(1,)], away_from_zero(5, 3, 4))
+
+
+RULED: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "prelu": (F.prelu, [(1,)]),
+    "prelu by channel": (F.prelu, [(3,)]),
+    "bilinear": (lambda h, w, b: F.bilinear(h, h.tanh(), w, b), [(2, 4, 4), (2,)]),
+    "einsum": (lambda h, w: torch.einsum("btd,od->bto", h, w), [(3, 4)]),
+    "einsum by each head": (
+        lambda h, w: torch.einsum("bthd,hdk->bthk", twofold(h), w), [(2, 4, 3)]
+    ),
+    "conv_transpose": (lambda h, w: F.conv_transpose1d(h, w, padding=1), [(3, 2, 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RULED)
+def test_operations_with_a_rule_are_not_repeated(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradient is not left to the operation's own derivative, record by record."""
+
+    def refuse(call: Any, name: str) -> Any:
+        raise NotCovered(f"no rule for {name}")
+
+    monkeypatch.setattr(rules, "by_derivative", refuse)
+    function, shapes = RULED[kind]
+    run(function, shapes, away_from_zero(5, 3, 4))
+    with pytest.raises(Refused, match="no rule for cosine_similarity"):
+        run(lambda h, v: F.cosine_similarity(h, v, dim=-1), [(4,)], away_from_zero(5, 3, 4))
+
+
 # --- operations without a rule of their own, and whole layers -------------------------------------
 
 GENERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
-    "prelu": (lambda h, a: F.prelu(h, a), [(1,)]),
-    "prelu by channel": (lambda h, a: F.prelu(h, a), [(3,)]),
-    "bilinear": (lambda h, w, b: F.bilinear(h, h.tanh(), w, b), [(2, 4, 4), (2,)]),
     "einsum of three": (lambda h, a, b: torch.einsum("btd,de,ef->btf", h, a, b), [(4, 2), (2, 3)]),
-    "einsum with outer": (lambda h, v: torch.einsum("btd,k->bkt", h, v), [(2,)]),
     "scaled_dot_product_attention": (
         lambda h, k: F.scaled_dot_product_attention(h, k.expand_as(h), h), [(3, 4)]
     ),
@@ -834,7 +1025,6 @@ GENERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "clamp by a parameter": (lambda h, p: torch.clamp(h, max=p), [(4,)]),
     "linalg.solve": (lambda h, a: torch.linalg.solve(a + 4 * torch.eye(4), h.mT), [(4, 4)]),
     "cumulative": (lambda h, p: (h + p).cumsum(1), [(3, 4)]),
-    "conv_transpose": (lambda h, w: F.conv_transpose1d(h, w, padding=1), [(3, 2, 2)]),
     "unfold and product": (lambda h, w: h.unfold(2, 2, 1) @ w, [(2, 3)]),
     "comparison": (lambda h, p: h * (h > p), [(4,)]),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Intercepted calls: their names, and the tensors among their arguments."""
+"""Intercepted calls: their names, and the tensors among their arguments and results."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: map_in(function, x) for key, x in tree.items()}
     return tree
+
+
+def first_row(x: Tensor, table: Tensor) -> int | None:
+    """The row of `table` that `x` begins at, if `x` is a view of some of its rows."""
+    if not x.numel() or x.untyped_storage().data_ptr() != table.untyped_storage().data_ptr():
+        return None
+    if x.dim() == 0 or x.shape[1:] != table.shape[1:] or x.stride() != table.stride():
+        return None
+    if x.stride(0) == 0:
+        return None
+    start, rest = divmod(int(x.storage_offset() - table.storage_offset()), x.stride(0))
+    return start if rest == 0 and 0 <= start <= len(table) - len(x) else None
 
 
 def writes_in_place(name: str) -> bool:

@@ -33,17 +33,18 @@ def geometry(
     `padding="same"` may be uneven, which a convolution cannot express by itself.
     """
     spatial = weight.dim() - 2
-    steps, holes = _each(stride, spatial), _each(dilation, spatial)
+    steps, holes = each(stride, spatial), each(dilation, spatial)
     before: list[int] = []
     if padding == "same":
         for size, hole in zip(reversed(weight.shape[2:]), reversed(holes), strict=True):
             total = hole * (size - 1)
             before += [total // 2, total - total // 2]
-    pads = (0,) * spatial if isinstance(padding, str) else _each(padding, spatial)
+    pads = (0,) * spatial if isinstance(padding, str) else each(padding, spatial)
     return Geometry(tuple(weight.shape), steps, pads, holes, groups), before
 
 
-def _each(value: object, spatial: int) -> tuple[int, ...]:
+def each(value: object, spatial: int) -> tuple[int, ...]:
+    """A setting, one entry for each spatial dimension."""
     values = (value,) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
     return values * spatial if len(values) == 1 else values
 

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -165,6 +166,53 @@ class OneHot:
 
 
 Factor = Dense | Outer | OneHot
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradient of `count` rows of a parameter of `total`, from `start` on; others have none."""
+
+    inner: Factor
+    start: int
+    count: int
+    total: int
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.inner.parts
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    def scaled(self, factor: float) -> Rows:
+        return replace(self, inner=self.inner.scaled(factor))
+
+    def first(self, count: int) -> Rows:
+        return replace(self, inner=self.inner.first(count))
+
+    def materialised(self) -> Tensor:
+        return self.whole().materialised()
+
+    def whole(self) -> Factor:
+        """The same as a gradient of the whole parameter, zero in the other rows."""
+        inner = self.inner
+        if isinstance(inner, OneHot):
+            return OneHot(inner.index + self.start, inner.b, self.total)
+        if isinstance(inner, Outer):  # a row of the parameter may be several of the product's
+            size = inner.b.shape[-1] // self.count
+            pads = (self.start * size, (self.total - self.stop) * size)
+            return Outer(inner.a, F.pad(inner.b, pads))
+        whole = inner.values.new_zeros(self.batch, self.total, *inner.values.shape[2:])
+        whole[:, self.start : self.stop] = inner.values
+        return Dense(whole)
+
+
+Use = Factor | Rows
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:

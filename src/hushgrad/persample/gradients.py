@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,12 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
-from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
+from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
 from hushgrad.persample.settled import Gradient, settle
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
-Factors = Mapping[str, Mapping[Key, Factor]]
+Factors = Mapping[str, Mapping[Key, Use]]
 """For each parameter the factors of its uses, by call site."""
 
 
@@ -108,7 +109,7 @@ class Gradients:
         """The tensors that the factors consist of."""
         return [x for uses in self.factors.values() for f in uses.values() for x in f.parts]
 
-    def _each(self, function: Callable[[Factor], Factor]) -> Factors:
+    def _each(self, function: Callable[[Use], Use]) -> Factors:
         self.require_unwritten()
         return {
             name: {key: function(factor) for key, factor in uses.items()}
@@ -159,16 +160,25 @@ def difference(new: Gradients, old: Gradients) -> Gradients:
     return Gradients(paired, new._params, new._losses - old._losses, new._padded)
 
 
-def _paired(new: Mapping[Key, Factor], old: Mapping[Key, Factor]) -> dict[Key, Factor] | None:
+def _paired(new: Mapping[Key, Use], old: Mapping[Key, Use]) -> dict[Key, Use] | None:
     if new.keys() != old.keys():
         return None
-    pairs: dict[Key, Factor] = {}
+    pairs: dict[Key, Use] = {}
     for key in new:
-        factor = _difference(new[key], old[key])
+        factor = _difference_of_uses(new[key], old[key])
         if factor is None:
             return None
         pairs[key] = factor
     return pairs
+
+
+def _difference_of_uses(new: Use, old: Use) -> Use | None:
+    if not isinstance(new, Rows) and not isinstance(old, Rows):
+        return _difference(new, old)
+    if not (isinstance(new, Rows) and isinstance(old, Rows)) or new.start != old.start:
+        return None
+    inner = _difference(new.inner, old.inner)
+    return None if inner is None else replace(new, inner=inner)
 
 
 def _difference(new: Factor, old: Factor) -> Factor | None:
@@ -182,7 +192,7 @@ def _difference(new: Factor, old: Factor) -> Factor | None:
     return None
 
 
-def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Factor]:
+def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Use]:
     shape = new._params[name].shape
     total = torch.zeros((), device=new.losses.device)
     for sign, factors in ((1.0, new.factors[name]), (-1.0, old.factors[name])):

@@ -44,7 +44,9 @@ def one_record(
         refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
         if losses.requires_grad:
             losses[0].backward()
-        gradients = {name: None if p.grad is None else wide(p.grad) for name, p in params.items()}
+        found = {name: p.grad for name, p in params.items()}
+    # A table may have asked for sparse gradients; what is noised is dense anyway.
+    gradients = {name: None if g is None else wide(g.to_dense()) for name, g in found.items()}
     return losses[0].detach(), gradients
 
 

@@ -17,9 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.numerics import Square, inner_products, rounding, square_norms
-from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, merge
+from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
 
 Shape = tuple[int, ...]
+Cost = tuple[float, float]
+"""Floating-point operations (memory traffic converted), and bytes held."""
 
 
 class Materialised:
@@ -27,8 +29,8 @@ class Materialised:
 
     form = "materialised"
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape, cost: Cost) -> None:
+        self._shape, self.cost = shape, cost
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
@@ -57,8 +59,8 @@ class Gram:
 
     form = "Gram"
 
-    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
-        self._factors, self._shape = factors, shape
+    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape, cost: Cost) -> None:
+        self._factors, self._shape, self.cost = factors, shape, cost
 
     @cached_property
     def _measured(self) -> tuple[Square, Tensor, list[int]]:
@@ -103,7 +105,31 @@ class Gram:
         return total
 
 
-Gradient = Materialised | Gram
+class Stacked:
+    """A gradient whose rows fall into blocks that have no use in common, each held by itself."""
+
+    def __init__(self, blocks: dict[int, Gradient], shape: Shape) -> None:
+        self._blocks, self._shape = blocks, shape
+        parts = tuple(blocks.values())
+        self.form: str = ", ".join(dict.fromkeys(part.form for part in parts))
+        self.cost: Cost = (sum(part.cost[0] for part in parts), sum(part.cost[1] for part in parts))
+
+    @cached_property
+    def square(self) -> Square:
+        """Blocks are orthogonal: their squares, and the bounds on them, add up."""
+        parts = [part.square for part in self._blocks.values()]
+        estimate = torch.stack([part.estimate for part in parts]).sum(0)
+        return Square(estimate, torch.stack([part.slack for part in parts]).sum(0))
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+        sums = {start: part.weighted_sum(weights, keep) for start, part in self._blocks.items()}
+        total = next(iter(sums.values())).new_zeros(self._shape)
+        for start, part in sums.items():
+            total[start : start + len(part)] = part
+        return total
+
+
+Gradient = Materialised | Gram | Stacked
 
 
 def _loose_records(square: Square) -> list[int]:
@@ -236,19 +262,34 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(factors: tuple[Factor, ...], shape: Shape) -> Gradient:
+def settle(factors: tuple[Use, ...], shape: Shape) -> Gradient:
     """Choose how to hold the sum of one parameter's factors: Gram or materialised, by cost."""
-    factored = tuple(merge(factors))
-    if any(isinstance(factor, Dense) for factor in factored):
-        return Materialised(factored, shape)
-    cheaper = costs(factored, shape)
-    if cheaper["Gram"][0] <= cheaper["materialised"][0]:
-        return Gram(tuple(f for f in factored if not isinstance(f, Dense)), shape)
-    return Materialised(factored, shape)
+    blocks = _blocks(factors)
+    if blocks:
+        parts = {at: settle(block, (stop - at, *shape[1:])) for (at, stop), block in blocks.items()}
+        return Stacked(parts, shape)
+    factored = tuple(merge(tuple(f.whole() if isinstance(f, Rows) else f for f in factors)))
+    cost = costs(factored, shape)
+    products = tuple(f for f in factored if not isinstance(f, Dense))
+    if len(products) == len(factored) and cost["Gram"][0] <= cost["materialised"][0]:
+        return Gram(products, shape, cost["Gram"])
+    return Materialised(factored, shape, cost["materialised"])
 
 
-def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, tuple[float, float]]:
-    """Floating-point operations (memory traffic converted) and bytes held, for each form."""
+def _blocks(factors: tuple[Use, ...]) -> dict[tuple[int, int], tuple[Factor, ...]]:
+    """The factors by the rows that they are about, if those are alike or disjoint; else nothing."""
+    blocks: dict[tuple[int, int], tuple[Factor, ...]] = {}
+    for factor in factors:
+        if not isinstance(factor, Rows):
+            return {}
+        rows = factor.start, factor.stop
+        blocks[rows] = (*blocks.get(rows, ()), factor.inner)
+    edges = [edge for rows in sorted(blocks) for edge in rows]
+    return blocks if edges == sorted(edges) else {}
+
+
+def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, Cost]:
+    """What each form would cost."""
     batch, size = factors[0].batch, math.prod(shape)
     held = flops_gram = flops_write = 0.0
     for factor in factors:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hushgrad.numerics import exact_products, wide
-from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
-from hushgrad.persample.factors import Dense, Factor, Outer
+from hushgrad.persample.calls import first_row, map_in, name_of, tensors_in, writes_in_place
+from hushgrad.persample.factors import Dense, Factor, Outer, Rows, Use
 from hushgrad.persample.gradients import Key
 from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place
@@ -43,6 +43,14 @@ _READS_NO_VALUE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
 _CASTS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
 )
+
+
+class _Source(NamedTuple):
+    """What a tensor is of one parameter: its rows from `start` on, transposed if `turned`."""
+
+    name: str
+    turned: bool = False
+    start: int = 0
 
 
 class _Tap(torch.autograd.Function):
@@ -104,7 +112,7 @@ class Tape:
         device = next(iter(params.values())).device
         self.token = torch.zeros((), device=device, requires_grad=True)
         self._calls = 0
-        self.factors: dict[str, dict[Key, Factor]] = {name: {} for name in params}
+        self.factors: dict[str, dict[Key, Use]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
         self._lookups: list[tuple[str, Tensor, Callable[[Tensor], Factor]]] = []
         self._pending: list[tuple[Key, Tensor, Tensor]] = []
@@ -270,27 +278,26 @@ class Tape:
         derived.__dict__.update(graph=graph, source=origin, names=names)
         return derived
 
-    def _source(self, call: Call) -> Callable[[Tensor], tuple[str, bool] | None] | None:
-        """If the result is one parameter as it is, cast or transposed: (name, transposed)."""
+    def _source(self, call: Call) -> Callable[[Tensor], _Source | None] | None:
+        """What the results are of one parameter, where they are its rows, cast or transposed."""
         first = next(iter(call.arguments[0]), None)
         if isinstance(first, self._private):
-            name, turned = self._name_of[id(first)], False
+            known = _Source(self._name_of[id(first)])
         elif isinstance(first, self.operands) and first.__dict__["source"] is not None:
-            name, turned = first.__dict__["source"]
+            known = first.__dict__["source"]
         else:
             return None
         value, cast = self.value(first), name_of(call.function) in _CASTS
 
-        def source(result: Tensor) -> tuple[str, bool] | None:
+        def source(result: Tensor) -> _Source | None:
             if cast and result.shape == value.shape:
-                return name, turned
-            if result.dim() != 2 or result.data_ptr() != value.data_ptr():
-                return None
-            if result.shape == value.shape and result.stride() == value.stride():
-                return name, turned
-            flipped = value.mT if value.dim() == 2 else value
-            if result.shape == flipped.shape and result.stride() == flipped.stride():
-                return name, not turned
+                return known
+            start = first_row(result, value)
+            if start is not None and (result.shape == value.shape or not known.turned):
+                return known._replace(start=known.start + start)
+            turns = value.dim() == 2 and result.shape == value.mT.shape
+            if turns and first_row(result, value.mT) is not None:
+                return known._replace(turned=not known.turned)
             return None
 
         return source
@@ -300,13 +307,16 @@ class Tape:
             self.factors[self._name_of[id(operand)]][key] = factor
             return
         source = operand.__dict__["source"]
-        if source is not None and not source[1]:
-            self.factors[source[0]][key] = factor
-        elif source is not None and isinstance(factor, Outer):
-            self.factors[source[0]][key] = factor.transposed
-        else:
+        if source is None or (source.turned and not isinstance(factor, Outer)):
             values = factor.materialised().reshape(self.batch, *operand.shape)
             self._pending.append((key, operand.__dict__["graph"], values))
+            return
+        if source.turned:
+            assert isinstance(factor, Outer)
+            factor, operand = factor.transposed, operand.mT
+        shape, uses = self.params[source.name].shape, self.factors[source.name]
+        whole = operand.shape == shape
+        uses[key] = factor if whole else Rows(factor, source.start, len(operand), shape[0])
 
     def finish(self) -> None:
         """Pull back what reached functions of parameters, record by record."""

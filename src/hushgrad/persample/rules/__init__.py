@@ -13,8 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from hushgrad.persample.rules import (  # noqa: F401  (they register)
+    attention,
     linear,
     normalisation,
+    products,
     recurrent,
 )
 from hushgrad.persample.rules.arithmetic import on_spread

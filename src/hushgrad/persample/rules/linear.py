@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hushgrad.persample.convolution import convolution_factor, geometry
-from hushgrad.persample.factors import Dense, Outer
+from hushgrad.persample.convolution import convolution_factor, each, geometry
+from hushgrad.persample.factors import Dense, Factor, Outer
 from hushgrad.persample.rules.arithmetic import sum_to
 from hushgrad.persample.rules.registry import rule
 from hushgrad.persample.tape import Call, Emitted, Saves
@@ -93,18 +94,53 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Saves | None:
+    settings, pads = geometry(weight, stride, padding, dilation, groups)
+    return _convolved(
+        call, input, weight, bias, pads, lambda x, g: convolution_factor(x, g, settings)
+    )
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Saves | None:
+    """A convolution that runs backwards, from what it returns to what it takes."""
+    settings, _ = geometry(weight, stride, padding, dilation, groups)
+    # Output that is padded by a stride or more has room for positions that no input has.
+    room = zip(each(output_padding, weight.dim() - 2), settings.stride, strict=True)
+    pads = [n for extra, step in reversed([*room]) for n in (0, extra // step)]
+    return _convolved(
+        call, input, weight, bias, pads, lambda x, g: convolution_factor(g, x, settings)
+    )
+
+
+def _convolved(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pads: list[int],
+    factor: Callable[[Tensor, Tensor], Factor],
+) -> Saves | None:
     if call.private(input):
         return None
     where = call.layout(input)
     if where is None or where.dim != 0 or input.dim() != weight.dim():
         return None
-    settings, before = geometry(weight, stride, padding, dilation, groups)
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         g = call.out.split(gradient, call.batch)
         for x in kept:
-            x = F.pad(x, before) if before else x
-            yield weight, convolution_factor(where.split(x, call.batch), g, settings)
+            x = F.pad(x, pads) if any(pads) else x
+            yield weight, factor(where.split(x, call.batch), g)
         if call.private(bias):
             assert bias is not None
             yield bias, Dense(g.flatten(3).sum((1, 3)))

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hushgrad.persample.factors import Factor, OneHot
-from hushgrad.persample.rules.registry import rule
+from hushgrad.persample.rules.registry import decomposition, rule
+from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.tape import Call, Emitted, Saves
 from hushgrad.types import Refused
 
@@ -79,6 +80,49 @@ def getitem(call: Call, input: Tensor, index: Any) -> Saves | None:
         yield input, OneHot(positions, call.out.rows(gradient, call.batch), rows)
 
     return (index,), emit
+
+
+@decomposition(F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Rows looked up, then added up, averaged or compared within each bag."""
+    refuse_coupled_embedding(max_norm, scale_grad_by_freq)
+    bags = input if offsets is None else _even_bags(input, offsets, include_last_offset)
+    rows = F.embedding(bags, weight, padding_idx)
+    absent = torch.zeros_like(bags, dtype=torch.bool)
+    if padding_idx is not None:
+        absent = bags == padding_idx % weight.shape[0]
+    if mode == "max":
+        highest = rows.masked_fill(absent.unsqueeze(-1), -torch.inf).max(1).values
+        return highest.masked_fill(absent.all(1, keepdim=True), 0.0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.view_as(bags).unsqueeze(-1)
+    total = rows.masked_fill(absent.unsqueeze(-1), 0.0).sum(1)
+    return total / (~absent).sum(1, keepdim=True).clamp_min(1) if mode == "mean" else total
+
+
+def _even_bags(flat: Tensor, offsets: Tensor, include_last: bool) -> Tensor:
+    """The bags as rows. Of uneven ones a shape does not tell which record an index belongs to."""
+    count = len(offsets) - include_last
+    size = len(flat) // count
+    even = size * torch.arange(len(offsets), device=offsets.device)
+    if size * count != len(flat) or not torch.equal(offsets.long(), even):
+        raise Unforeseen(
+            "embedding_bag with offsets and bags of different lengths; pass them as the rows of "
+            "one tensor, filled up with padding_idx, or use form=loop"
+        )
+    return flat.view(count, size)
 
 
 def lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Callable[[Tensor], Factor]] | None:

@@ -1,4 +1,4 @@
-"""Normalisation: the scale meets the normalised input, the shift meets ones."""
+"""Normalisation and PReLU: the scale meets a function of the input, the shift meets ones."""
 
 from __future__ import annotations
 
@@ -138,3 +138,10 @@ def batch_norm(
         return F.batch_norm(x, running_mean, running_var, None, None, False, momentum, eps)
 
     return _affine(call, input, weight, bias, normalise, channel=1)
+
+
+@rule("prelu")
+def prelu(call: Call, input: Tensor, weight: Tensor) -> Saves | None:
+    """One slope, or one for each channel, on the negative part."""
+    channel = 1 if weight.numel() > 1 else None
+    return _affine(call, input, weight, None, lambda x: x.clamp_max(0), channel)

@@ -24,9 +24,9 @@ def trace(
         refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
-    if isinstance(guide, Replaying):
-        guide.finish()
-    tape.finish()
+        if isinstance(guide, Replaying):
+            guide.finish()
+        tape.finish()
     return Gradients(tape.factors, params, losses.detach()[:size], padded)
 
 

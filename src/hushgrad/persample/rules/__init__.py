@@ -13,8 +13,8 @@ from typing import Any
 from hushgrad.persample.rules import linear, normalisation  # noqa: F401  (they register)
 from hushgrad.persample.rules.arithmetic import on_spread
 from hushgrad.persample.rules.general import by_derivative
-from hushgrad.persample.rules.lookup import lookup
 from hushgrad.persample.rules.registry import REGISTERED
+from hushgrad.persample.rules.weights import back, cut
 from hushgrad.persample.tape import Call, Rules, Saves
 
 
@@ -25,4 +25,4 @@ def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     return saves if saves is not None else by_derivative(call, name)
 
 
-RULES = Rules(on_records, on_spread, lookup)
+RULES = Rules(on_records, on_spread, cut, back)

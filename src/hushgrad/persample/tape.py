@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hushgrad.numerics import exact_products, wide
 from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
 from hushgrad.persample.factors import Dense, Factor, merge
-from hushgrad.persample.gradients import Key
+from hushgrad.persample.gradients import Factors, Key
 from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place
 from hushgrad.types import NotCovered, Params, Refused
@@ -106,7 +106,7 @@ class Tape:
         self.factors: dict[str, dict[Key, Factor]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
         self._cuts: list[Tensor] = []
-        self._made = 0
+        self._made, self._open = 0, False
         self._reached: dict[int, tuple[Tensor, list[Factor]]] = {}
         members = {"tape": self, "__torch_function__": _intercept}
         self._private: Any = type("Private", (nn.Parameter,), dict(members))
@@ -116,11 +116,13 @@ class Tape:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Switch the parameters' classes, and give them back whatever happens."""
+        self._open = True
         try:
             for p in self.params.values():
                 p.__class__ = self._private
             yield
         finally:
+            self._open = False  # a module may keep a weight that it made
             for p in self.params.values():
                 p.__class__ = nn.Parameter
 
@@ -132,7 +134,8 @@ class Tape:
             return function(*args, **kwargs)
         reads = self._operands_in((args, kwargs))
         values = args[:1] if name in _READS_NO_VALUE else (args, kwargs)
-        if not torch.is_grad_enabled() or not self._operands_in(values):
+        tracked = self._open and torch.is_grad_enabled()
+        if not tracked or not self._operands_in(values):
             return function(*self._plain(args), **self._plain(kwargs))
         self._refuse_writes(name, reads, args, kwargs)
         others = [x for x in tensors_in(values) if not isinstance(x, self.operands)]
@@ -276,14 +279,16 @@ class Tape:
         else:
             self.factors[self._name_of[id(operand)]][key] = factor
 
-    def finish(self) -> None:
+    def finish(self) -> Factors:
         """Take what reached functions of parameters back to the parameters, the last made first."""
         with torch.no_grad(), exact_products(self.token.device), _PLAIN_TORCH():
             while self._reached:
                 number = max(self._reached)
-                derived, factors = self._reached.pop(number)
-                for slot, (operand, factor) in enumerate(self._onwards(derived, factors)):
+                derived, reached = self._reached.pop(number)
+                for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
                     self._keep((-number, slot), operand, factor)
+        factors, self.factors, self._leaves, self._cuts = self.factors, {}, {}, []
+        return factors
 
     def _onwards(self, derived: Tensor, factors: list[Factor]) -> Emitted:
         back: Back | None = derived.__dict__["back"]

@@ -26,8 +26,8 @@ def trace(
             losses.backward(torch.ones_like(losses))
         if isinstance(guide, Replaying):
             guide.finish()
-        tape.finish()
-    return Gradients(tape.factors, params, losses.detach()[:size], padded)
+        factors = tape.finish()
+    return Gradients(factors, params, losses.detach()[:size], padded)
 
 
 def checked_losses(losses: object, batch: int) -> Tensor:

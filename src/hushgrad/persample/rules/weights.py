@@ -58,7 +58,7 @@ def back(call: Call, name: str, result: Tensor) -> Back | None:
     bare = name.strip("_")
     if call.private(args[0] if args else None):
         value = call.tape.value(args[0])
-        if name in _CASTS and result.shape == value.shape or _same_rows(result, value):
+        if (name in _CASTS and result.shape == value.shape) or _same_rows(result, value):
             return lambda factor: [(args[0], _shaped(factor, value))]
         if value.dim() == 2 and _same_rows(result, value.mT):
             return lambda f: [(args[0], f.transposed)] if isinstance(f, Outer) else None
@@ -97,13 +97,13 @@ def _product(
     """What a factor of `left @ right` says of both."""
     if isinstance(factor, Dense):
         return None
-    l, r = (_value(call, x).to(factor.dtype) for x in (left, right))
+    ls, rs = (_value(call, x).to(factor.dtype) for x in (left, right))
     of_left: Factor
     if isinstance(factor, OneHot):  # the rows of the left operand that were looked up
-        of_left = OneHot(factor.index, factor.b @ r.mT, factor.rows)
-        of_right = Outer(factor.b, l[factor.index])
+        of_left = OneHot(factor.index, factor.b @ rs.mT, factor.rows)
+        of_right = Outer(factor.b, ls[factor.index])
     else:
-        of_left, of_right = Outer(factor.a @ r.mT, factor.b), Outer(factor.a, factor.b @ l)
+        of_left, of_right = Outer(factor.a @ rs.mT, factor.b), Outer(factor.a, factor.b @ ls)
     both = ((left, of_left), (right, of_right))
     return [(operand, of_it) for operand, of_it in both if call.private(operand)]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +53,30 @@ def size_of(batch: Any) -> int:
     return len(batch)
 
 
-def expected(loss: Callable[[Any], Tensor], params: Mapping[str, Tensor], batch: Any) -> Expected:
-    """What `torch.autograd.grad` says of each record by itself."""
+def expected(
+    loss: Callable[[Any], Tensor],
+    params: Mapping[str, Tensor],
+    batch: Any,
+    modules: Sequence[nn.Module] = (),
+) -> Expected:
+    """What `torch.autograd.grad` says of each record by itself, with the buffers as they are."""
     losses, gradients = [], []
     for i in range(size_of(batch)):
-        value = loss(pick(batch, [i] * COPIES))[0]
+        with _buffers_kept(modules):
+            value = loss(pick(batch, [i] * COPIES))[0]
         found = torch.autograd.grad(value, list(params.values()), allow_unused=True)
         losses.append(value.detach())
         gradients.append(found)
     return Expected(torch.stack(losses).double(), stacked(params, gradients))
+
+
+@contextmanager
+def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give buffers their values back, so that no run starts from another's power iteration."""
+    before = [(b, b.clone()) for module in modules for b in module.buffers()]
+    yield
+    for b, value in before:
+        b.data = value
 
 
 def stacked(
@@ -137,6 +153,14 @@ def _sums_agree(
                 assert added <= (w * upper[name]).sum() * (1 + 1e-6), f"{name} adds too much"
 
 
+def kinds(gradients: Gradients) -> dict[str, str]:
+    """The kinds of factors that each parameter's gradient consists of: `OneHot, Outer`."""
+    return {
+        name: ", ".join(sorted({type(factor).__name__ for factor in uses.values()}))
+        for name, uses in gradients.factors.items()
+    }
+
+
 def check(
     loss: Callable[[Any], Tensor],
     params: Mapping[str, nn.Parameter] | nn.Module,
@@ -151,7 +175,7 @@ def check(
     if isinstance(params, nn.Module):
         modules = (params,)
         params = private(params)
-    want = expected(loss, params, batch)
+    want = expected(loss, params, batch, modules)
     gradients = per_sample(loss, params, batch, form=form, modules=modules, idle=idle)
     agree(gradients, want, params, tolerance)
     return gradients

@@ -11,6 +11,8 @@ from torch import Tensor
 
 def name_of(function: Any) -> str:
     """An operation's name; reading or setting an attribute is `get shape`, `set data`."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(function)  # a kernel of someone's own, with its namespace
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__"):
         return f"{name.strip('_')} {function.__self__.__name__}"

@@ -248,6 +248,12 @@ def _refuse_coupling_layers(subject: Subject) -> None:
                     "normalises each record by its mates, so no bound on one record exists; call "
                     "hushgrad.replace_batchnorm(model), or eval() that layer"
                 )
+            if type(child).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+                raise Refused(
+                    f"{name or 'the model'} is a dynamically quantised {type(child).__name__}, "
+                    "which scales each record by the range of its mates, so no bound on one record "
+                    "exists; use the layer that it was made from"
+                )
             if isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)
 

@@ -213,6 +213,16 @@ class Rows:
 
 
 Use = Factor | Rows
+"""What one use of a parameter leaves: a factor of all of it, or of some of its rows."""
+
+
+def rows_of(use: Use, start: int, count: int, total: int) -> Use:
+    """What a use of `count` rows, from `start` on, is to a parameter of `total`."""
+    if count == total:
+        return use
+    if isinstance(use, Rows):  # rows of rows
+        return Rows(use.inner, start + use.start, use.count, total)
+    return Rows(use, start, count, total)
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:

@@ -141,9 +141,19 @@ def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
     for name in subject.params:
         if name not in subject.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
-                f"the parameter {name} is trainable but on no path to the loss; freeze it with "
-                "requires_grad_(False), or name it in idle to give it zero plus noise"
+                f"the parameter {name} is trainable but on no path to the loss{_blocked(subject)}; "
+                "freeze it with requires_grad_(False), or name it in idle to give it zero plus "
+                "noise"
             )
+
+
+def _blocked(subject: Subject) -> str:
+    """A quantised layer, whose kernel has no derivative, is a likely reason."""
+    for module in subject.modules:
+        for name, child in module.named_modules():
+            if type(child).__module__.startswith("torch.ao.nn.quantized"):
+                return f" ({name} is a quantised {type(child).__name__}, which passes none on)"
+    return ""
 
 
 def compare(

@@ -5,9 +5,10 @@ For the duration of a pass each private parameter's class is switched to one who
 the parameter detached, and an identity on its output picks up the output's gradient on the way
 back, so autograd never computes the weight gradients that would be thrown away.
 
-A function of parameters alone (a transpose, a slice, `1 + w`, a table looked up at fixed
-positions) is computed once, with its own small autograd graph; what reaches it from the records
-is pulled back through that graph, record by record, after the backward pass.
+A function of parameters alone (a transpose, a slice, `1 + w`, a normalised weight) is computed
+once, with its own small autograd graph; what reaches it from the records is pulled back through
+that graph, record by record, after the backward pass. Where a rule knows how, it goes back as
+factors and is never written out.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hushgrad.numerics import exact_products, wide
-from hushgrad.persample.calls import first_row, map_in, name_of, tensors_in, writes_in_place
-from hushgrad.persample.factors import Dense, Factor, Outer, Rows, Use
-from hushgrad.persample.gradients import Key
+from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
+from hushgrad.persample.factors import Dense, Factor, Use
+from hushgrad.persample.gradients import Factors, Key
 from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place
 from hushgrad.types import NotCovered, Params, Refused
 
-Emitted = Iterable[tuple[Tensor, Factor]]
+Emitted = Iterable[tuple[Tensor, Use]]
 Saves = tuple[tuple[Tensor, ...], Callable[..., Emitted]]
 """What a rule returns: the tensors to keep, and how they and the output's gradient become factors
 of the operands. The factors are made inside the backward pass: `emit(gradient, *kept)`."""
+Back = Callable[[Use], "list[tuple[Tensor, Use]] | None"]
+"""How a factor of a function of parameters goes back to its operands; None if it must be written
+out first and pulled through the function's own graph."""
 
 _PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
 
@@ -40,17 +44,6 @@ _PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Operations that read only the shape or type of their second tensor.
 _READS_NO_VALUE = frozenset({"type_as", "view_as", "expand_as", "reshape_as"})
-_CASTS = frozenset(
-    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}
-)
-
-
-class _Source(NamedTuple):
-    """What a tensor is of one parameter: its rows from `start` on, transposed if `turned`."""
-
-    name: str
-    turned: bool = False
-    start: int = 0
 
 
 class _Tap(torch.autograd.Function):
@@ -114,8 +107,9 @@ class Tape:
         self._calls = 0
         self.factors: dict[str, dict[Key, Use]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
-        self._lookups: list[tuple[str, Tensor, Callable[[Tensor], Factor]]] = []
-        self._pending: list[tuple[Key, Tensor, Tensor]] = []
+        self._cuts: list[Tensor] = []
+        self._made, self._open = 0, False
+        self._reached: dict[int, tuple[Tensor, list[Use]]] = {}
         self._members = {"tape": self, "__torch_function__": _intercept}
         self._private: Any = type("Private", (nn.Parameter,), dict(self._members))
         self.operands: tuple[Any, ...] = (self._private,)
@@ -130,11 +124,13 @@ class Tape:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Switch the parameters' classes, and give them back whatever happens."""
+        self._open = True
         try:
             for p in self.params.values():
                 p.__class__ = self._private
             yield
         finally:
+            self._open = False  # a module may keep a weight that it made
             for p in self.params.values():
                 p.__class__ = nn.Parameter
 
@@ -146,7 +142,8 @@ class Tape:
             return function(*args, **kwargs)
         reads = self._operands_in((args, kwargs))
         values = args[:1] if name in _READS_NO_VALUE else (args, kwargs)
-        if not torch.is_grad_enabled() or not self._operands_in(values):
+        tracked = self._open and torch.is_grad_enabled()
+        if not tracked or not self._operands_in(values):
             return function(*self._plain(args), **self._plain(kwargs))
         self._refuse_writes(name, reads, args, kwargs)
         others = [x for x in tensors_in(values) if not isinstance(x, self.operands)]
@@ -203,8 +200,8 @@ class Tape:
                 f"no records, so samples may be mixed; {_MIXING}"
             )
         args, kwargs = call.arguments
-        found = self._rules.lookup(call, args, kwargs)
-        graph = self._graph(call) if found is None else found[0].requires_grad_()
+        cut = self._rules.cut(call, args, kwargs)
+        graph = self._graph(call) if cut is None else cut[0].requires_grad_()
         results = [x for x in tensors_in((graph,)) if x.requires_grad]
         if not results and not others:
             return map_in(lambda x: x.detach(), graph)
@@ -214,10 +211,16 @@ class Tape:
             (call.output,) = outputs
             saves = self._rules.on_spread(call, name, args, kwargs)
             return self._tap(graph.detach().clone(), saves)
-        if found is not None:
-            self._lookups.append((names[0], graph, found[1]))
-        source = self._source(call)
-        return map_in(lambda x: self._wrap(x, source, names) if x.requires_grad else x, graph)
+        if cut is not None:
+            derived = self._wrap(graph, names, cut[1])
+            self._cuts.append(derived)
+            return derived
+
+        def wrap(x: Tensor) -> Tensor:
+            back = self._rules.back(call, name, x) if x.requires_grad else None
+            return self._wrap(x, names, back) if x.requires_grad else x
+
+        return map_in(wrap, graph)
 
     def _graph(self, call: Call) -> Any:
         # The graph must outlive the pass: checkpointing's hooks would drop what it keeps.
@@ -272,67 +275,56 @@ class Tape:
         graph: Tensor = operand if isinstance(operand, self._private) else operand.__dict__["graph"]
         return graph.detach()
 
-    def _wrap(self, graph: Tensor, source: Any, names: tuple[str, ...]) -> Tensor:
-        derived: Tensor = graph.detach().as_subclass(self._derived)
-        origin = None if source is None else source(graph)
-        derived.__dict__.update(graph=graph, source=origin, names=names)
+    def _wrap(self, graph: Tensor, names: tuple[str, ...], back: Back | None) -> Tensor:
+        # It requires a gradient, so that a kernel which consumes it out of sight shows.
+        derived: Tensor = graph.detach().as_subclass(self._derived).requires_grad_()
+        self._made += 1
+        derived.__dict__.update(graph=graph, names=names, back=back, number=self._made)
         return derived
 
-    def _source(self, call: Call) -> Callable[[Tensor], _Source | None] | None:
-        """What the results are of one parameter, where they are its rows, cast or transposed."""
-        first = next(iter(call.arguments[0]), None)
-        if isinstance(first, self._private):
-            known = _Source(self._name_of[id(first)])
-        elif isinstance(first, self.operands) and first.__dict__["source"] is not None:
-            known = first.__dict__["source"]
+    def _keep(self, key: Key, operand: Tensor, factor: Use) -> None:
+        if isinstance(operand, self.operands[1:]):
+            number: int = operand.__dict__["number"]
+            self._reached.setdefault(number, (operand, []))[1].append(factor)
         else:
-            return None
-        value, cast = self.value(first), name_of(call.function) in _CASTS
-
-        def source(result: Tensor) -> _Source | None:
-            if cast and result.shape == value.shape:
-                return known
-            start = first_row(result, value)
-            if start is not None and (result.shape == value.shape or not known.turned):
-                return known._replace(start=known.start + start)
-            turns = value.dim() == 2 and result.shape == value.mT.shape
-            if turns and first_row(result, value.mT) is not None:
-                return known._replace(turned=not known.turned)
-            return None
-
-        return source
-
-    def _keep(self, key: Key, operand: Tensor, factor: Factor) -> None:
-        if isinstance(operand, self._private):
             self.factors[self._name_of[id(operand)]][key] = factor
-            return
-        source = operand.__dict__["source"]
-        if source is None or (source.turned and not isinstance(factor, Outer)):
-            values = factor.materialised().reshape(self.batch, *operand.shape)
-            self._pending.append((key, operand.__dict__["graph"], values))
-            return
-        if source.turned:
-            assert isinstance(factor, Outer)
-            factor, operand = factor.transposed, operand.mT
-        shape, uses = self.params[source.name].shape, self.factors[source.name]
-        whole = operand.shape == shape
-        uses[key] = factor if whole else Rows(factor, source.start, len(operand), shape[0])
 
-    def finish(self) -> None:
-        """Pull back what reached functions of parameters, record by record."""
-        roots = [(name, leaf, Dense) for name, leaf in self._leaves.items()] + self._lookups
-        for key, graph, values in self._pending:
-            pulled = torch.autograd.grad(
-                graph,
-                [leaf for _, leaf, _ in roots],
-                values.to(graph.dtype),
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-            for i, ((name, _, lift), gradient) in enumerate(zip(roots, pulled, strict=True)):
-                if gradient is not None:
-                    self.factors[name][(key[0], 1000 + 1000 * key[1] + i)] = lift(wide(gradient))
+    def finish(self) -> Factors:
+        """Take what reached functions of parameters back to the parameters, the last made first."""
+        with torch.no_grad(), exact_products(self.token.device), _PLAIN_TORCH():
+            while self._reached:
+                number = max(self._reached)
+                derived, reached = self._reached.pop(number)
+                for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
+                    self._keep((-number, slot), operand, factor)
+        factors, self.factors, self._leaves, self._cuts = self.factors, {}, {}, []
+        return factors
+
+    def _onwards(self, derived: Tensor, factors: list[Use]) -> Emitted:
+        back: Back | None = derived.__dict__["back"]
+        routes = [None if back is None else back(factor) for factor in factors]
+        known = [route for route in routes if route is not None]
+        if len(known) == len(routes):
+            return [emitted for route in known for emitted in route]
+        shape = (self.batch, *derived.shape)
+        written = torch.stack([factor.materialised().reshape(shape) for factor in factors]).sum(0)
+        return self._pulled(derived.__dict__["graph"], written)
+
+    def _pulled(self, graph: Tensor, gradients: Tensor) -> Emitted:
+        """Through the graph of parameters, record by record."""
+        leaves = [(self.params[name], leaf) for name, leaf in self._leaves.items()]
+        roots = leaves + [(cut, cut.__dict__["graph"]) for cut in self._cuts]
+        pulled = torch.autograd.grad(
+            graph,
+            [root for _, root in roots],
+            gradients.to(graph.dtype),
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        for (operand, _), gradient in zip(roots, pulled, strict=True):
+            if gradient is not None:
+                yield operand, Dense(wide(gradient))
 
     def _refuse_writes(self, name: str, reads: list[Tensor], args: Any, kwargs: Any) -> None:
         names = ", ".join(n for x in reads for n in self._names(x))
@@ -350,14 +342,17 @@ _MIXING = "compute each record's loss from that record alone, or freeze the para
 
 @dataclass(frozen=True)
 class Rules:
-    """How operations become factors: on records, spread over the batch, and table look-ups.
+    """How operations become factors: on records, spread over the batch, and on parameters alone.
 
-    Those that have a decomposition are run as simpler operations, which are seen in turn.
+    `cut` computes a function of parameters whose own graph is not needed, since its way back takes
+    every factor; `back` is the way back, for some factors, through one that has its graph. What
+    has a decomposition is run as simpler operations, which are seen in turn.
     """
 
     on_records: Callable[[Call, str, Any, Any], Saves]
     on_spread: Callable[[Call, str, Any, Any], Saves]
-    lookup: Callable[[Call, Any, Any], tuple[Tensor, Callable[[Tensor], Factor]] | None]
+    cut: Callable[[Call, Any, Any], tuple[Tensor, Back] | None]
+    back: Callable[[Call, str, Tensor], Back | None]
     decompositions: Mapping[Any, Callable[..., Any]]
 
 

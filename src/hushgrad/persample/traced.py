@@ -24,10 +24,10 @@ def trace(
         refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
-    if isinstance(guide, Replaying):
-        guide.finish()
-    tape.finish()
-    return Gradients(tape.factors, params, losses.detach()[:size], padded)
+        if isinstance(guide, Replaying):
+            guide.finish()
+        factors = tape.finish()
+    return Gradients(factors, params, losses.detach()[:size], padded)
 
 
 def checked_losses(losses: object, batch: int) -> Tensor:

@@ -64,33 +64,40 @@ def guarded(
 
 
 def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> None:
-    """Refuse a loss that would train anything but the `known` tensors."""
+    """Refuse a loss that would train anything but the `known` tensors.
+
+    A parameter, or a tensor made from parameters (it has their `names`), is never part of the
+    graph unless an operation consumed it out of sight.
+    """
     expected = {id(x) for x in known}
     names = {id(p): name for name, p in params.items()}
-    for leaf in _leaves(losses):
+    for leaf, consumer in _leaves(losses):
         if id(leaf) not in expected:
-            if id(leaf) in names:
-                raise _consumed(names[id(leaf)])
+            made_from = leaf.__dict__.get("names", ())
+            if id(leaf) in names or made_from:
+                raise _consumed(names.get(id(leaf), ", ".join(made_from)), consumer)
             raise _stranger(f"of shape {tuple(leaf.shape)}")
 
 
-def _leaves(losses: Tensor) -> Iterator[Tensor]:
+def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that a backward pass would train, each with the operation that consumed it."""
     seen: set[Any] = set()
-    stack = [losses.grad_fn]
+    stack = [(losses.grad_fn, "the loss")]
     while stack:
-        node = stack.pop()
+        node, consumer = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            yield leaf
-        stack.extend(following for following, _ in node.next_functions)
+            yield leaf, consumer
+        name = node.name().removesuffix("Backward")
+        stack.extend((following, name) for following, _ in node.next_functions)
 
 
-def _consumed(name: str) -> Refused:
+def _consumed(name: str, consumer: str = "an operation") -> Refused:
     return NotCovered(
-        f"an operation consumed the parameter {name} out of sight (a custom autograd.Function or "
+        f"{consumer} consumed the parameter {name} out of sight (a custom autograd.Function or "
         "kernel?); write it with torch operations, or use form=loop"
     )
 

@@ -21,8 +21,8 @@ from hushgrad.persample.rules import (  # noqa: F401  (they register)
 )
 from hushgrad.persample.rules.arithmetic import on_spread
 from hushgrad.persample.rules.general import by_derivative
-from hushgrad.persample.rules.lookup import lookup
 from hushgrad.persample.rules.registry import DECOMPOSITIONS, REGISTERED
+from hushgrad.persample.rules.weights import back, cut
 from hushgrad.persample.tape import Call, Rules, Saves
 
 
@@ -33,4 +33,4 @@ def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     return saves if saves is not None else by_derivative(call, name)
 
 
-RULES = Rules(on_records, on_spread, lookup, DECOMPOSITIONS)
+RULES = Rules(on_records, on_spread, cut, back, DECOMPOSITIONS)

@@ -43,7 +43,13 @@ def by_derivative(call: Call, name: str) -> Saves:
             return pull(g)
 
         in_dims = (0, *(None if where is None else 0 for where in layouts))
-        pulled = torch.func.vmap(one, in_dims=in_dims)(g, *each)
+        try:
+            pulled = torch.func.vmap(one, in_dims=in_dims)(g, *each)
+        except RuntimeError as error:
+            raise NotCovered(
+                f"no rule for {name}, and torch.func cannot take its derivative record by record "
+                "(a custom kernel?); write it with torch operations, or use form=loop"
+            ) from error
         for operand, dense in zip(operands, pulled, strict=True):
             yield operand, Dense(dense)
 

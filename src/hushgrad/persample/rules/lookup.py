@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hushgrad.persample.factors import Factor, OneHot
+from hushgrad.persample.factors import Factor, OneHot, Use
 from hushgrad.persample.rules.registry import decomposition, rule
 from hushgrad.persample.sites import Unforeseen
-from hushgrad.persample.tape import Call, Emitted, Saves
+from hushgrad.persample.tape import Back, Call, Emitted, Saves
 from hushgrad.types import Refused
 
 
@@ -125,20 +125,28 @@ def _even_bags(flat: Tensor, offsets: Tensor, include_last: bool) -> Tensor:
     return flat.view(count, size)
 
 
-def lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Callable[[Tensor], Factor]] | None:
+def fixed_lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Back] | None:
     """A table looked up at positions that no record chooses: its rows, and the way back."""
-    if call.function is not F.embedding:
+    if call.function is F.embedding:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        refuse_coupled_embedding(bound.get("max_norm"), bound.get("scale_grad_by_freq", False))
+        index, weight = bound["input"], bound["weight"]
+        factor = _lookup_factor(weight, bound.get("padding_idx"))
+    elif call.function is Tensor.__getitem__ and _picks_rows(*args):
+        weight, index = args[0], args[1] % len(args[0])
+        factor = _lookup_factor(weight, None)
+    else:
         return None
-    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
-    bound = dict(zip(names, args, strict=False)) | kwargs
-    refuse_coupled_embedding(bound.get("max_norm"), bound.get("scale_grad_by_freq", False))
-    index, weight = bound["input"], bound["weight"]
-    if call.private(index) or type(weight) is not call.tape.operands[0]:
+    if call.private(index):
         return None
-    factor = _lookup_factor(weight, bound.get("padding_idx"))
 
-    def lift(gradient: Tensor) -> Factor:
-        positions = index.flatten().expand(call.batch, -1)
-        return factor(positions, gradient.reshape(call.batch, -1, gradient.shape[-1]))
+    def back(reached: Use) -> list[tuple[Tensor, Use]]:
+        rows = reached.materialised().reshape(call.batch, -1, weight.shape[1])
+        return [(weight, factor(index.flatten().expand(call.batch, -1), rows))]
 
-    return F.embedding(index, call.tape.value(weight)), lift
+    return F.embedding(index, call.tape.value(weight)), back
+
+
+def _picks_rows(input: Tensor, index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.int64 and input.dim() == 2

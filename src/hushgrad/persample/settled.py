@@ -22,6 +22,7 @@ from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
 """Floating-point operations (memory traffic converted), and bytes held."""
+_UNKNOWN = (math.nan, math.nan)
 
 
 class Materialised:
@@ -29,7 +30,7 @@ class Materialised:
 
     form = "materialised"
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape, cost: Cost) -> None:
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape, cost: Cost = _UNKNOWN) -> None:
         self._shape, self.cost = shape, cost
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
@@ -59,7 +60,9 @@ class Gram:
 
     form = "Gram"
 
-    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape, cost: Cost) -> None:
+    def __init__(
+        self, factors: tuple[Outer | OneHot, ...], shape: Shape, cost: Cost = _UNKNOWN
+    ) -> None:
         self._factors, self._shape, self.cost = factors, shape, cost
 
     @cached_property

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hushgrad.numerics import exact_products, wide
 from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
-from hushgrad.persample.factors import Dense, Factor, Use
+from hushgrad.persample.factors import Dense, Use
 from hushgrad.persample.gradients import Factors, Key
 from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place

@@ -151,7 +151,8 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
         ),
         Check(
             "a record keeps its bits whoever its mates are",
-            f"in batches padded to multiples of {certificate.multiple}",
+            f"in batches padded to multiples of {certificate.multiple}"
+            + ("" if seen.same_bits else ", up to rounding: other mates, other operations"),
             True,
         ),
         Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),

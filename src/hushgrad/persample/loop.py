@@ -14,7 +14,7 @@ from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
-from hushgrad.persample.watch import refuse_strangers
+from hushgrad.persample.watch import refuse_kept, refuse_strangers
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -41,11 +41,13 @@ def one_record(
     batch = records.take(record, [0] * copies) if copies > 1 else record
     with torch.enable_grad(), _own_gradients(params):
         losses = checked_losses(loss(batch), copies)
-        refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
+        others = refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
         if losses.requires_grad:
             losses[0].backward()
         gradients = {name: None if p.grad is None else wide(p.grad) for name, p in params.items()}
-    return losses[0].detach(), gradients
+    losses = losses.detach()  # which frees the graph
+    refuse_kept(others)
+    return losses[0], gradients
 
 
 def _or_zero(gradient: Tensor | None, p: Tensor) -> Tensor:

@@ -21,17 +21,18 @@ class WithoutRandomness(TorchDispatchMode):
 
     A mode at this level also sees draws inside backward passes and recomputed activations.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
-    `drew` tells whether there was a draw at all.
+    `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
 
     def __init__(self, quantile: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = _draws_at(quantile)
-        self.narrowest, self.drew = torch.float64, False
+        self.narrowest, self.drew, self.program = torch.float64, False, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self.program = hash((self.program, func))
         result = self._drawn(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
             self.narrowest = min(self.narrowest, result.dtype, key=lambda t: t.itemsize)

@@ -48,6 +48,7 @@ class Evidence:
     estimate: float = 0.0
     lowest_norm: float = float("inf")
     highest_norm: float = 0.0
+    same_bits: bool = True  # False if the model runs other operations beside other records
 
     def merge(self, other: Evidence) -> None:
         """Keep the worse of both."""
@@ -57,6 +58,7 @@ class Evidence:
         self.estimate = max(self.estimate, other.estimate)
         self.lowest_norm = min(self.lowest_norm, other.lowest_norm)
         self.highest_norm = max(self.highest_norm, other.highest_norm)
+        self.same_bits &= other.same_bits
 
 
 @dataclass(frozen=True)

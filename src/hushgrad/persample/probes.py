@@ -77,10 +77,13 @@ def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
 _LOUDNESS = (1.0, -30.0, 1e3, 1e6)
 
 
-def beside_others(batch: Batch, *, loud: bool) -> Batch:
-    """The batch with every second record replaced by its neighbour, the loud ones multiplied."""
+def beside_others(batch: Batch, *, loud: bool, kept: int = 0) -> Batch:
+    """The batch with every second record replaced by its neighbour, the loud ones multiplied.
+
+    The last `kept` records stay: what a model asks of all records together then has one answer.
+    """
     count = records.count(batch)
-    odd = torch.arange(count) % 2 == 1
+    odd = (torch.arange(count) % 2 == 1) & (torch.arange(count) < count - kept)
     factor = torch.tensor(
         [_LOUDNESS[i // 2 % len(_LOUDNESS)] if loud else 1.0 for i in range(count)]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ Key = tuple[int, str]
 """A watched tensor: the position of its module, or `PRIVATE`, and its name there."""
 
 PRIVATE = -1
+
+Reference = weakref.ReferenceType[Tensor]
 
 
 def _parameters(params: Params, modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
@@ -63,15 +67,34 @@ def guarded(
             p.grad = gradients[key]
 
 
-def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> None:
-    """Refuse a loss that would train anything but the `known` tensors."""
+def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> list[Reference]:
+    """Refuse a loss that would train any parameter but the `known` tensors.
+
+    Returns the other leaves of its graph. They may be activations that a hook made require a
+    gradient, as checkpointing asks for ahead of frozen layers: `refuse_kept` tells.
+    """
     expected = {id(x) for x in known}
     names = {id(p): name for name, p in params.items()}
+    others = []
     for leaf in _leaves(losses):
         if id(leaf) not in expected:
             if id(leaf) in names:
                 raise _consumed(names[id(leaf)])
-            raise _stranger(f"of shape {tuple(leaf.shape)}")
+            if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
+                raise _stranger(f"of shape {tuple(leaf.shape)}")
+            others.append(weakref.ref(leaf))
+    return others
+
+
+def refuse_kept(leaves: Iterable[Reference]) -> None:
+    """Refuse leaves that outlive the pass: what nobody holds is trained by nobody."""
+    if any(leaf() is not None for leaf in leaves):
+        gc.collect()
+    for leaf in leaves:
+        kept = leaf()
+        if kept is not None:
+            kept.grad = None
+            raise _stranger(f"of shape {tuple(kept.shape)}")
 
 
 def _leaves(losses: Tensor) -> Iterator[Tensor]:

@@ -35,14 +35,17 @@ def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
 
 
 def one_record(
-    loss: Loss, params: Params, record: Batch, copies: int
+    loss: Loss, params: Params, record: Batch, copies: int, *, backward: bool = True
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradient of a batch of one record, or of the first of several copies of it."""
+    """Loss and gradient of a batch of one record, or of the first of several copies of it.
+
+    Without a backward pass there are no gradients.
+    """
     batch = records.take(record, [0] * copies) if copies > 1 else record
     with torch.enable_grad(), _own_gradients(params):
         losses = checked_losses(loss(batch), copies)
         others = refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
-        if losses.requires_grad:
+        if backward and losses.requires_grad:
             losses[0].backward()
         gradients = {name: None if p.grad is None else wide(p.grad) for name, p in params.items()}
     losses = losses.detach()  # which frees the graph

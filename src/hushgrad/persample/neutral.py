@@ -41,14 +41,27 @@ class WithoutRandomness(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        self.drew = True
         draw = self._draws.get(func.overloadpacket)
         if draw is not None:
+            self.drew = True
             return draw(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
         # Anything rarer starts from one seed at each call: the same draw for the same shape.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return func(*args, **kwargs)
+            before = _seeded() if kwargs.get("generator") is None else None
+            result = func(*args, **kwargs)
+            # Fused attention, for one, draws nothing where it has no dropout.
+            self.drew |= before is None or not torch.equal(before, torch.get_rng_state())
+            return result
+
+
+def _seeded() -> Tensor | None:
+    """Seed all generators; returns the processor's state where it has the only one."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+        return None
+    # `torch.manual_seed` also leaves a note for devices to come, which takes milliseconds.
+    torch.default_generator.manual_seed(0)
+    return torch.get_rng_state()
 
 
 @functools.cache

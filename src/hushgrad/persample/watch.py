@@ -161,7 +161,8 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
             if _identities(owner._buffers) != _identities(buffers):
                 owner._buffers.clear()
                 owner._buffers.update(buffers)
-        for x, data, value, _ in before.values():
+        for key in changed.keys() & before.keys():
+            x, data, value, _ = before[key]
             x.data = data
             if not same_bits(x, value):
                 data.copy_(value)
@@ -195,10 +196,11 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Are two tensors equal, nan included?"""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    same = x == y
-    if x.is_floating_point() or x.is_complex():
-        same = same | (x.isnan() & y.isnan())
-    return bool(same.all())
+    if torch.equal(x, y):
+        return True
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 # --- what may be private ------------------------------------------------------------------------

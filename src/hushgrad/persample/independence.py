@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hushgrad.persample.neutral import WithoutRandomness
-from hushgrad.persample.oracle import Evidence, Oracle, consult
+from hushgrad.persample.oracle import Evidence, Oracle, view
 from hushgrad.persample.probes import beside_others, variations
 from hushgrad.persample.records import MULTIPLE, cut, padded_size
 from hushgrad.persample.subject import Subject
@@ -20,33 +21,51 @@ _QUANTILES = (0.01, 0.99)  # beside the median: a model may mix its records in s
 _MULTIPLES = (MULTIPLE, 2 * MULTIPLE, 4 * MULTIPLE)
 
 
-def check_independence(
-    subject: Subject, oracle: Oracle, sizes: Sequence[int], evidence: Evidence
-) -> None:
+@dataclass(frozen=True)
+class Passes:
+    """Plain passes over an oracle's records; a probe of one size is run once."""
+
+    subject: Subject
+    oracle: Oracle
+    _known: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+
+    def run(self, batch: Batch, size: int) -> tuple[Tensor, int]:
+        """The losses, and a digest of the operations that gave them."""
+        neutral = WithoutRandomness(self.oracle.quantile)
+        with torch.enable_grad(), neutral, self.subject.rewound():
+            losses = checked_losses(self.subject.loss(batch), size).detach()
+        return losses, neutral.program
+
+    def losses(self, batch: Batch, size: int) -> Tensor:
+        return self.run(batch, size)[0]
+
+    def probe(self, size: int) -> tuple[Tensor, int]:
+        """The same of the oracle's records in turn."""
+        if size not in self._known:
+            self._known[size] = self.run(self.oracle.probe(size), size)
+        return self._known[size]
+
+
+def check_independence(passes: Passes, sizes: Sequence[int], evidence: Evidence) -> None:
     """Refuse a loss in which records meet, in batches of any of these sizes."""
-    for view in _views(subject, oracle):
+    for one in _views(passes):
         for size in sizes:
-            _check_values(subject, view, size, evidence)
-        _check_bits(subject, view, sizes[-1])
+            _check_values(one, size, evidence)
+        _check_bits(one, sizes[-1])
 
 
-def _views(subject: Subject, oracle: Oracle) -> Iterator[Oracle]:
-    yield oracle
-    if oracle.drew:
+def _views(passes: Passes) -> Iterator[Passes]:
+    yield passes
+    if passes.oracle.drew:
         for quantile in _QUANTILES:
-            view = consult(subject, oracle.records, quantile)
-            if view.count:
-                yield view
+            other = view(passes.subject, passes.oracle, quantile)
+            if other.count:
+                yield Passes(passes.subject, other)
 
 
-def _losses(subject: Subject, oracle: Oracle, batch: Batch, size: int) -> Tensor:
-    with torch.enable_grad(), WithoutRandomness(oracle.quantile), subject.rewound():
-        return checked_losses(subject.loss(batch), size).detach()
-
-
-def _check_values(subject: Subject, oracle: Oracle, size: int, evidence: Evidence) -> None:
+def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
     """In a batch, at any position, a record's loss must be that of its own run."""
-    losses = _losses(subject, oracle, oracle.probe(size), size).double()
+    oracle, losses = passes.oracle, passes.probe(size)[0].double()
     alone = torch.stack(oracle.losses).double().repeat(-(-size // oracle.count))[:size]
     both_nan = losses.isnan() & alone.isnan()
     error = (losses - alone).abs() / (alone.abs() + 0.1)
@@ -57,20 +76,21 @@ def _check_values(subject: Subject, oracle: Oracle, size: int, evidence: Evidenc
         raise _mixed("alone", size)
 
 
-def _check_bits(subject: Subject, oracle: Oracle, size: int) -> None:
+def _check_bits(passes: Passes, size: int) -> None:
     """Beside other records, also very loud ones, a record's loss must keep its bits.
 
     A comparison of values has a tolerance, below which a weak coupling hides until a record is
-    large. The same shape gives the same kernels, so here none is needed.
+    large. The same shape gives the same kernels, so here none is needed. Rounding is not let pass
+    either where a model runs other operations for other mates: one record would move them all.
     """
-    quiet = oracle.probe(size)
-    reference = _losses(subject, oracle, quiet, size)[::2]
+    oracle = passes.oracle
+    reference, program = passes.probe(size)
     try:
-        losses = _losses(subject, oracle, beside_others(quiet, loud=True), size)[::2]
+        losses, ran = passes.run(beside_others(oracle.probe(size), loud=True), size)
     except Exception:  # the model refuses such records
-        losses = _losses(subject, oracle, beside_others(quiet, loud=False), size)[::2]
-    if not _same(losses, reference, oracle.precision.loss):
-        raise _mixed("beside others", size)
+        losses, ran = passes.run(beside_others(oracle.probe(size), loud=False), size)
+    if not _same(losses[::2], reference[::2], oracle.precision.loss):
+        raise _mixed("beside others", size) if ran == program else Refused(OTHER_PROGRAM)
 
 
 def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
@@ -79,35 +99,44 @@ def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def multiple_for(subject: Subject, oracle: Oracle, size: int) -> int:
+OTHER_PROGRAM = (
+    "the loss of a record depends on its mates: the model runs other operations beside other "
+    "records, as attention does that drops its mask when no record of the batch is padded, and one "
+    "record would move all the others, if only by rounding; make it run the same for every batch "
+    '(attn_implementation="eager")'
+)
+
+
+def multiple_for(passes: Passes, size: int) -> int:
     """The least multiple of records, up to 32, at which a record keeps its bits in any batch.
 
     Vectorised kernels treat the end of a tensor by other code, so it depends on the model's shapes,
     and shows in some values only: many variations of the records are tried.
     """
+    count = passes.oracle.count
     for multiple in _MULTIPLES[:-1]:
         whole = padded_size(3 * MULTIPLE, multiple)
-        many = _accepted(subject, oracle, whole)
+        many, together = _accepted(passes, whole)
         parts = [cut(many, i, i + multiple) for i in range(0, whole, multiple)]
-        found = torch.cat([_losses(subject, oracle, part, multiple) for part in parts])
-        padded = padded_size(size, multiple)
-        in_turn = _losses(subject, oracle, oracle.probe(padded), padded)
-        alone = _losses(subject, oracle, oracle.probe(multiple), multiple)[: oracle.count]
-        if same_bits(found, _losses(subject, oracle, many, whole)) and all(
-            same_bits(x, alone[: len(x)]) for x in in_turn.split(oracle.count)
-        ):
+        if not same_bits(torch.cat([passes.losses(part, multiple) for part in parts]), together):
+            continue
+        in_turn, _ = passes.probe(padded_size(size, multiple))
+        alone = passes.probe(multiple)[0][:count]
+        if all(same_bits(x, alone[: len(x)]) for x in in_turn.split(count)):
             return multiple
     return _MULTIPLES[-1]
 
 
-def _accepted(subject: Subject, oracle: Oracle, count: int) -> Batch:
-    """Variations of the oracle's records, or those themselves if the loss takes no others."""
-    many = variations(oracle.probe(count))
+def _accepted(passes: Passes, count: int) -> tuple[Batch, Tensor]:
+    """Variations of the oracle's records, or those themselves if the loss takes no others.
+
+    And their losses.
+    """
+    many = variations(passes.oracle.probe(count))
     try:
-        _losses(subject, oracle, many, count)
+        return many, passes.losses(many, count)
     except Exception:  # a variation was no record to it
-        return oracle.probe(count)
-    return many
+        return passes.oracle.probe(count), passes.probe(count)[0]
 
 
 def _mixed(otherwise: str, size: int) -> Refused:

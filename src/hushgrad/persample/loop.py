@@ -14,7 +14,7 @@ from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
-from hushgrad.persample.watch import refuse_strangers
+from hushgrad.persample.watch import refuse_kept, refuse_strangers
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -35,19 +35,24 @@ def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
 
 
 def one_record(
-    loss: Loss, params: Params, record: Batch, copies: int
+    loss: Loss, params: Params, record: Batch, copies: int, *, backward: bool = True
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradient of a batch of one record, or of the first of several copies of it."""
+    """Loss and gradient of a batch of one record, or of the first of several copies of it.
+
+    Without a backward pass there are no gradients.
+    """
     batch = records.take(record, [0] * copies) if copies > 1 else record
     with torch.enable_grad(), _own_gradients(params):
         losses = checked_losses(loss(batch), copies)
-        refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
-        if losses.requires_grad:
+        others = refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
+        if backward and losses.requires_grad:
             losses[0].backward()
         found = {name: p.grad for name, p in params.items()}
     # A table may have asked for sparse gradients; what is noised is dense anyway.
     gradients = {name: None if g is None else wide(g.to_dense()) for name, g in found.items()}
-    return losses[0].detach(), gradients
+    losses = losses.detach()  # which frees the graph
+    refuse_kept(others)
+    return losses[0], gradients
 
 
 def _or_zero(gradient: Tensor | None, p: Tensor) -> Tensor:

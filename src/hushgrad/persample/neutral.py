@@ -21,17 +21,18 @@ class WithoutRandomness(TorchDispatchMode):
 
     A mode at this level also sees draws inside backward passes and recomputed activations.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
-    `drew` tells whether there was a draw at all.
+    `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
 
     def __init__(self, quantile: float = 0.5) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = _draws_at(quantile)
-        self.narrowest, self.drew = torch.float64, False
+        self.narrowest, self.drew, self.program = torch.float64, False, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self.program = hash((self.program, func))
         result = self._drawn(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
             self.narrowest = min(self.narrowest, result.dtype, key=lambda t: t.itemsize)
@@ -40,14 +41,27 @@ class WithoutRandomness(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        self.drew = True
         draw = self._draws.get(func.overloadpacket)
         if draw is not None:
+            self.drew = True
             return draw(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
         # Anything rarer starts from one seed at each call: the same draw for the same shape.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return func(*args, **kwargs)
+            before = _seeded() if kwargs.get("generator") is None else None
+            result = func(*args, **kwargs)
+            # Fused attention, for one, draws nothing where it has no dropout.
+            self.drew |= before is None or not torch.equal(before, torch.get_rng_state())
+            return result
+
+
+def _seeded() -> Tensor | None:
+    """Seed all generators; returns the processor's state where it has the only one."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+        return None
+    # `torch.manual_seed` also leaves a note for devices to come, which takes milliseconds.
+    torch.default_generator.manual_seed(0)
+    return torch.get_rng_state()
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.subject import Subject
-from hushgrad.persample.watch import guarded
+from hushgrad.persample.watch import guarded, restored
 from hushgrad.types import Batch, Refused
 
 
@@ -61,7 +62,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Losses and gradients of a few records, each from a run of its own."""
+    """Losses and gradients of a few records, each from a run of its own.
+
+    A view at other draws has losses only.
+    """
 
     records: Batch
     losses: list[Tensor]
@@ -69,52 +73,78 @@ class Oracle:
     precision: Precision
     quantile: float = 0.5  # of every random draw
     drew: bool = False  # did the loss draw any?
+    wrote: bool = False  # did a run leave a parameter or buffer with other bits?
 
     @property
     def count(self) -> int:
         return len(self.losses)
+
+    @cached_property
+    def norms(self) -> dict[str, Tensor]:
+        """Of each record's gradient, for each parameter; what has none has norm zero."""
+        zero = torch.zeros((), dtype=torch.float64)
+        return {
+            name: torch.stack([zero if g[name] is None else _norm(g[name]) for g in self.gradients])
+            for name in self.gradients[0]
+        }
 
     def probe(self, size: int) -> Batch:
         """A batch of `size` records that repeats the few in turn."""
         return records.take(self.records, [i % self.count for i in range(size)])
 
 
-def consult(subject: Subject, few: Batch, quantile: float = 0.5) -> Oracle:
+def consult(subject: Subject, few: Batch) -> Oracle:
     """Run each record by itself, in copies: kernels then act as they do in a batch.
 
     Records without a finite loss and gradient are left out: they can be compared with nothing,
     and an error that one of them caused would tell that it is there.
     """
+    return _consult(subject, few, 0.5, backward=True)
+
+
+def view(subject: Subject, oracle: Oracle, quantile: float) -> Oracle:
+    """The losses of the same records, where every draw comes out at another quantile."""
+    return _consult(subject, oracle.records, quantile, backward=False)
+
+
+def _consult(subject: Subject, few: Batch, quantile: float, backward: bool) -> Oracle:
     neutral = WithoutRandomness(quantile)
     with neutral, guarded(subject.params, subject.modules, subject.free_buffers):
-        alone = _each_alone(subject, few)
+        alone, wrote = _each_alone(subject, few, backward)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
-    oracle = Oracle(kept, losses, gradients, COARSE, quantile, neutral.drew)
+    oracle = Oracle(kept, losses, gradients, COARSE, quantile, neutral.drew, wrote)
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
-    return replace(oracle, precision=_blurred(subject, oracle, neutral.narrowest))
+    precision = _blurred(subject, oracle, neutral.narrowest, backward)
+    return replace(oracle, precision=precision)
 
 
-def _each_alone(subject: Subject, few: Batch) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-    alone = []
+Alone = list[tuple[Tensor, dict[str, Tensor | None]]]
+
+
+def _each_alone(subject: Subject, few: Batch, backward: bool) -> tuple[Alone, bool]:
+    """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
+    alone, wrote = [], False
     for i in range(records.count(few)):
-        record = records.cut(few, i, i + 1)
-        with subject.rewound():
-            alone.append(one_record(subject.loss, subject.params, record, records.MULTIPLE))
-    return alone
+        record, copies = records.cut(few, i, i + 1), records.MULTIPLE
+        with restored(subject.params, subject.modules) as changed:
+            run = one_record(subject.loss, subject.params, record, copies, backward=backward)
+            alone.append(run)
+        wrote |= bool(changed)
+    return alone, wrote
 
 
 def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
     return all(bool(x.isfinite().all()) for x in (loss, *gradient.values()) if x is not None)
 
 
-def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype) -> Precision:
+def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
     shift = in_general_position(subject.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.quantile):
-        shifted = _each_alone(subject, oracle.records)
+        shifted, _ = _each_alone(subject, oracle.records, backward)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
         whole = COARSE.floor * _whole_norm(oracle.gradients[i])
@@ -156,11 +186,9 @@ def _blocked(subject: Subject) -> str:
     return ""
 
 
-def compare(
-    gradients: Gradients, oracle: Oracle, subject: Subject, evidence: Evidence
-) -> dict[str, float]:
+def compare(gradients: Gradients, oracle: Oracle, evidence: Evidence) -> dict[str, float]:
     """The parameters whose gradients are off, and by how much; if none, add to the evidence."""
-    exact = {name: _norms(oracle, name) for name in subject.params}
+    exact = oracle.norms
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
     turn = torch.arange(gradients.batch) % oracle.count
     precision, floor = oracle.precision, oracle.precision.floor * total
@@ -187,15 +215,6 @@ def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
     parts = [getattr(square, which) for square in gradients.squares.values()]
     norms = torch.stack(parts).sum(0).clamp_min(0).sqrt().cpu()
     return torch.where(norms == total, 1.0, norms / total)
-
-
-def _norms(oracle: Oracle, name: str) -> Tensor:
-    return torch.stack(
-        [
-            torch.zeros((), dtype=torch.float64) if g[name] is None else _norm(g[name])
-            for g in oracle.gradients
-        ]
-    )
 
 
 def _norm(x: Tensor | None) -> Tensor:

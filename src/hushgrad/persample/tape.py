@@ -328,11 +328,18 @@ class Tape:
 
     def _refuse_writes(self, name: str, reads: list[Tensor], args: Any, kwargs: Any) -> None:
         names = ", ".join(n for x in reads for n in self._names(x))
-        writes_first = writes_in_place(name) and args[0] is reads[0]
-        if kwargs.get("out") is not None or name == "__setitem__" or writes_first:
+        target = kwargs.get("out")
+        if target is None and (name == "__setitem__" or writes_in_place(name)):
+            target = args[0]
+        if isinstance(target, self.operands):
             raise Refused(
-                f"{name} writes the parameter {names}, or writes it into a tensor, during the "
-                "forward pass; use the operation that returns a new tensor (torch.cat, torch.where)"
+                f"{name} writes the parameter {names} during the forward pass; use the operation "
+                "that returns a new tensor"
+            )
+        if kwargs.get("out") is not None or name == "__setitem__":
+            raise NotCovered(
+                f"{name} writes the parameter {names} into a tensor; use the operation that "
+                "returns a new tensor (torch.cat, torch.where), or form=loop"
             )
 
 

@@ -10,7 +10,7 @@ from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.rules import RULES
 from hushgrad.persample.sites import Guide, Replaying
 from hushgrad.persample.tape import Tape
-from hushgrad.persample.watch import refuse_strangers
+from hushgrad.persample.watch import refuse_kept, refuse_strangers
 from hushgrad.types import Batch, Loss, Params, Refused
 
 
@@ -21,13 +21,15 @@ def trace(
     tape = Tape(params, padded, guide, RULES)
     with torch.enable_grad(), tape.watching():
         losses = checked_losses(loss(batch), padded)
-        refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
+        others = refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
         if isinstance(guide, Replaying):
             guide.finish()
         factors = tape.finish()
-    return Gradients(factors, params, losses.detach()[:size], padded)
+    losses = losses.detach()  # which frees the graph
+    refuse_kept(others)
+    return Gradients(factors, params, losses[:size], padded)
 
 
 def checked_losses(losses: object, batch: int) -> Tensor:

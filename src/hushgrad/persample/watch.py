@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ Key = tuple[int, str]
 """A watched tensor: the position of its module, or `PRIVATE`, and its name there."""
 
 PRIVATE = -1
+
+Reference = weakref.ReferenceType[Tensor]
 
 
 def _parameters(params: Params, modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
@@ -63,20 +67,37 @@ def guarded(
             p.grad = gradients[key]
 
 
-def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> None:
-    """Refuse a loss that would train anything but the `known` tensors.
+def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> list[Reference]:
+    """Refuse a loss that would train any parameter but the `known` tensors.
 
-    A parameter, or a tensor made from parameters (it has their `names`), is never part of the
-    graph unless an operation consumed it out of sight.
+    A private parameter, or a tensor made from some (it has their `names`), is never part of the
+    graph unless an operation consumed it out of sight. Returns the other leaves of the graph: they
+    may be activations that a hook made require a gradient, as checkpointing asks for ahead of
+    frozen layers, and `refuse_kept` tells.
     """
     expected = {id(x) for x in known}
     names = {id(p): name for name, p in params.items()}
+    others = []
     for leaf, consumer in _leaves(losses):
         if id(leaf) not in expected:
             made_from = leaf.__dict__.get("names", ())
             if id(leaf) in names or made_from:
                 raise _consumed(names.get(id(leaf), ", ".join(made_from)), consumer)
-            raise _stranger(f"of shape {tuple(leaf.shape)}")
+            if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
+                raise _stranger(f"of shape {tuple(leaf.shape)}")
+            others.append(weakref.ref(leaf))
+    return others
+
+
+def refuse_kept(leaves: Iterable[Reference]) -> None:
+    """Refuse leaves that outlive the pass: what nobody holds is trained by nobody."""
+    if any(leaf() is not None for leaf in leaves):
+        gc.collect()
+    for leaf in leaves:
+        kept = leaf()
+        if kept is not None:
+            kept.grad = None
+            raise _stranger(f"of shape {tuple(kept.shape)}")
 
 
 def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, str]]:
@@ -145,7 +166,8 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
             if _identities(owner._buffers) != _identities(buffers):
                 owner._buffers.clear()
                 owner._buffers.update(buffers)
-        for x, data, value, _ in before.values():
+        for key in changed.keys() & before.keys():
+            x, data, value, _ = before[key]
             x.data = data
             if not same_bits(x, value):
                 data.copy_(value)
@@ -179,10 +201,11 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Are two tensors equal, nan included?"""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    same = x == y
-    if x.is_floating_point() or x.is_complex():
-        same = same | (x.isnan() & y.isnan())
-    return bool(same.all())
+    if torch.equal(x, y):
+        return True
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 # --- what may be private ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from numba.core.errors import NumbaError
 from torch import Tensor
 
 from hushgrad.noise import Noise, compiled, gaussian, laplace, release, releasing, standard
@@ -141,6 +143,35 @@ def test_machine_code_with_other_bits_is_not_used() -> None:
     assert not compiled._agrees(off_by_a_bit)
 
 
+def test_where_the_code_cannot_be_kept_it_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, machine_code: compiled.AddNormals
+) -> None:
+    import numba
+
+    tried, njit = [], numba.njit
+
+    def unkept(*, cache: bool, **options: object) -> object:
+        tried.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(numba, "njit", unkept)
+    assert inspect.unwrap(compiled.add_normals)() is not None
+    assert tried == [True, False]
+
+
+@pytest.mark.parametrize("problem", [OSError("full"), NumbaError("not understood")])
+def test_a_compiler_that_fails_only_costs_time(
+    monkeypatch: pytest.MonkeyPatch, machine_code: compiled.AddNormals, problem: Exception
+) -> None:
+    def fails(**options: object) -> None:
+        raise problem
+
+    monkeypatch.setattr("numba.njit", fails)
+    assert inspect.unwrap(compiled.add_normals)() is None
+
+
 def test_an_entry_gets_the_value_of_its_place() -> None:
     """Entry i of the whole sum, large tensors starting at even places, is word i's."""
     sums = {"a": torch.zeros(3), "b": torch.zeros(SMALL), "c": torch.zeros(2), "d": torch.zeros(4)}
@@ -210,7 +241,7 @@ def test_the_bits_are_those_of_the_last_version(without_numba: bool) -> None:
     hidden = "import sys; sys.modules['numba'] = None\n" if without_numba else ""
     loaded = "; print(bool(sys.modules.get('numba')))"
     digest, compiled = output(hidden + RELEASE + "print(released(total(70001)))" + loaded).split()
-    assert digest == "d1818246c8d104cd91595f6a74bd8dec924dc494e4808cb62e2a663d93eb0910"
+    assert digest == "a8fb66389cb22721f72a30f08d3c65fe5c7ee5ae1411fbc17913eb8a5dbbb489"
     assert compiled == str(not without_numba)
 
 

@@ -28,7 +28,7 @@ def add_normals() -> AddNormals | None:
         return None
     if getattr(numba.config, "DISABLE_JIT", False):
         return None
-    _teach(numba)
+    _teach()
     for kept in (True, False):
         try:
             # No fast-math: a product that is fused with a sum is not rounded, and bits differ.
@@ -38,6 +38,8 @@ def add_normals() -> AddNormals | None:
             return compiled if _agrees(compiled) else None
         except (OSError, RuntimeError):  # no folder to keep the code in, or no room there
             continue
+        except numba.core.errors.NumbaError:  # a version that does not understand it
+            break
     return None
 
 
@@ -46,9 +48,11 @@ def is_loaded() -> bool:
     return add_normals.cache_info().currsize > 0
 
 
-def _teach(numba: Any) -> None:
-    """Tell Numba what the functions are that the loop calls."""
-    overload = numba.extending.overload
+@functools.cache
+def _teach() -> None:
+    """Tell Numba, once, what the functions are that the loop calls."""
+    from numba.extending import overload
+
     overload(standard.as_float)(lambda bits: lambda bits: np.uint64(bits).view(np.float64))
     overload(standard.as_bits)(lambda x: lambda x: np.float64(x).view(np.uint64))
     for function in (

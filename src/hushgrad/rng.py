@@ -9,13 +9,28 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from jaxtyping import Float64, UInt64
 from numpy import ndarray
 
 Label = int | str | bytes
 
 _FILE = "hushgrad-key-1"
+_ZEROS = memoryview(bytes(1 << 17))  # what is encrypted is the same for all streams
+
+
+class Stream:
+    """The words of a key stream one after the other, in memory that is used again."""
+
+    def __init__(self, encryptor: CipherContext, room: int) -> None:
+        self._encryptor, self._raw = encryptor, bytearray(8 * room + 15)  # the cipher asks for 15
+        self._zeros = _ZEROS if 8 * room <= len(_ZEROS) else memoryview(bytes(8 * room))
+
+    def take(self, count: int) -> UInt64[ndarray, " count"]:
+        """The next words; they stand until others are taken."""
+        self._encryptor.update_into(self._zeros[: 8 * count], self._raw)
+        words = np.frombuffer(self._raw, dtype="<u8", count=count)
+        return words.astype(np.uint64, copy=False)
 
 
 class Rng:
@@ -50,19 +65,33 @@ class Rng:
         >>> rng.derive("noise", 3).words(1) == rng.derive("noise", 3).words(1)
         array([ True])
         """
-        digest = hashlib.blake2b(key=self._key, digest_size=32)
+        return Rng(self._hashed(b"", labels), reproducible=self.reproducible)
+
+    def tag(self, *labels: Label) -> bytes:
+        """32 bytes for these labels, that nobody without the key can tell from chance.
+
+        They are unlike the key of the generator that the same labels derive.
+        """
+        return self._hashed(b"tag", labels)
+
+    def _hashed(self, purpose: bytes, labels: tuple[Label, ...]) -> bytes:
+        digest = hashlib.blake2b(key=self._key, digest_size=32, person=purpose)
         for label in labels:
             kind, text = type(label).__name__, label
             encoded = text if isinstance(text, bytes) else str(text).encode()
             digest.update(f"{kind} {len(encoded)} ".encode() + encoded)  # no two lists alike
-        return Rng(digest.digest(), reproducible=self.reproducible)
+        return digest.digest()
 
     def words(self, count: int, *, start: int = 0) -> UInt64[ndarray, " count"]:
         """The words from `start` on of this key's stream, 64 random bits each."""
-        block, skipped = divmod(start, 2)  # a block of AES holds two words
-        stream = Cipher(algorithms.AES(self._key), modes.CTR(block.to_bytes(16, "big")))
-        raw = stream.encryptor().update(bytes(8 * (count + skipped)))
-        return np.frombuffer(raw, dtype="<u8")[skipped:].astype(np.uint64, copy=False)
+        skipped = start % 2
+        stream = self.stream(start=start - skipped, room=count + skipped)
+        return stream.take(count + skipped)[skipped:]
+
+    def stream(self, *, start: int, room: int) -> Stream:
+        """The words from `start` on, an even number, to be taken in turn, up to `room` at once."""
+        block = (start // 2).to_bytes(16, "big")  # a block of AES holds two words
+        return Stream(Cipher(algorithms.AES(self._key), modes.CTR(block)).encryptor(), room)
 
     def uniforms(self, count: int, *, start: int = 0) -> Float64[ndarray, " count"]:
         """Uniform numbers `(k + ½)·2⁻⁵²`: never 0, never 1, all equally far apart."""

@@ -120,7 +120,7 @@ class Run:
         self._memory.released(step, released.digest)
         self._read(step, released)
         for name, p in self._params.items():
-            p.grad = (released.values[name] / self.plan.divisor).to(p.dtype)
+            p.grad = released.values[name].div_(self.plan.divisor).to(p.dtype)  # in its own memory
         if penalty is not None:
             _add_gradient(penalty, self._params)
         self._optimizer.step()

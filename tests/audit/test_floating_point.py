@@ -54,7 +54,8 @@ def test_the_usual_tail_ends_and_has_an_atom() -> None:
 
 @pytest.mark.slow
 def test_ours_goes_on_and_has_none() -> None:
+    """Of 2²⁷ ideal pairs 0.08 are rounded to (0, 0) on the grid: three have chance 10⁻⁴."""
     seen = radii(released, draws=1 << 28)
     assert seen.largest > 5.7682
     assert seen.due_beyond < 7
-    assert seen.atoms == 0
+    assert seen.atoms < 3

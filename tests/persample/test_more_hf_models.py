@@ -505,7 +505,7 @@ def test_activation_checkpointing_changes_nothing(tuned: str, reentrant: bool) -
     ran = []
     layer = next(m for name, m in model.named_modules() if name.endswith("layers.0"))
     layer.register_forward_pre_hook(lambda *_: ran.append(1))
-    for _ in range(2):
+    for _ in range(4):  # the fourth is not tested anew
         ran.clear()
         agree(per_sample(loss, params, batch, form=traced, modules=(model,)), want, params)
     assert len(ran) == 2, "the block was not run again"

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from uses import Uses, loss_of, weigh
 
-from hushgrad.persample import auto, per_sample, traced
+from hushgrad.numerics import inner_products
+from hushgrad.persample import auto, per_sample, settled, traced
 from hushgrad.types import Refused
 
 BATCH, TIME, INPUTS, HIDDEN = 5, 6, 4, 3
@@ -233,6 +234,20 @@ def test_norms_without_writing_gradients_out() -> None:
     gradients = check(loss_of(model), model, x)
     for name in ("layer.weight_ih_l0", "layer.weight_hh_l0"):
         assert gradients.settled[name].form == "Gram"
+
+
+def test_the_gates_of_both_weights_are_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.LSTM(32, 32, batch_first=True, bias=False), torch.randn(BATCH, TIME, 32)
+    gradients = per_sample(lambda x: weigh(model(x)[0]), private(model), x, form=traced)
+    widths = []
+
+    def seen(x: Tensor, y: Tensor, chunk: int) -> Tensor:
+        widths.append(x.shape[-1])
+        return inner_products(x, y, chunk)
+
+    monkeypatch.setattr(settled, "inner_products", seen)
+    assert gradients.squares.keys() == {"weight_ih_l0", "weight_hh_l0"}
+    assert sorted(widths) == [32, 32, 4 * 32]
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "relu RNN"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
-from hushgrad.persample.settled import Gradient, settle
+from hushgrad.persample.settled import Gradient, settle, sharing_rows
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
@@ -67,7 +67,7 @@ class Gradients:
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
         self.require_unwritten()
-        with torch.no_grad(), exact_products(self._losses.device):
+        with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
             none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
             squares = dict.fromkeys(self._params, Square(none, none))
             squares |= {name: gradient.square for name, gradient in self.settled.items()}

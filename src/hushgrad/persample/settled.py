@@ -8,9 +8,13 @@ record's gradient is written out and both come from one tensor.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -237,7 +241,35 @@ def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
 def _gram(x: Tensor, chunk: int) -> Tensor:
     if x.shape[1] == 1:
         return square_norms(x).estimate[:, None, None]
-    return inner_products(x, x, chunk)
+    recent = _recent.get()
+    if recent is None:
+        return inner_products(x, x, chunk)
+    rows = (x.data_ptr(), x.dtype, x.shape, x.stride(), chunk)
+    for known, _, gram in recent:
+        if known == rows:
+            return gram
+    gram = inner_products(x, x, chunk)
+    recent.append((rows, x, gram))
+    return gram
+
+
+# Rows, a tensor that keeps their memory from being used again, and their inner products.
+_Recent = deque[tuple[tuple[Any, ...], Tensor, Tensor]]
+_recent: ContextVar[_Recent | None] = ContextVar("_recent", default=None)
+
+
+@contextmanager
+def sharing_rows() -> Iterator[None]:
+    """Inside, rows that parameters have in common are multiplied once.
+
+    Such are a recurrent layer's gates, or the input of queries, keys and values. The last few are
+    enough, since parameters that share them follow one another.
+    """
+    token = _recent.set(deque(maxlen=4))
+    try:
+        yield
+    finally:
+        _recent.reset(token)
 
 
 def _cross(f: Outer | OneHot, g: Outer | OneHot, chunk: int) -> Tensor:

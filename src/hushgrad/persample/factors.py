@@ -101,10 +101,6 @@ class Outer:
     def materialised(self) -> Tensor:
         return torch.bmm(self.b.mT, self.a)
 
-    def peak(self) -> Float[Tensor, " batch"]:
-        """The largest entry of either factor, for each record."""
-        return torch.maximum(_largest(self.a), _largest(self.b))
-
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
         a, b, w = self.a, self.b, weights.to(self.a.dtype)[:, None, None]
@@ -157,9 +153,6 @@ class OneHot:
         index = self.index.unsqueeze(-1).expand_as(self.b)
         return table.scatter_add_(1, index, self.b)
 
-    def peak(self) -> Float[Tensor, " batch"]:
-        return _largest(self.b)
-
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         b = self.b * weights.to(self.b.dtype)[:, None, None]
         rows, place = torch.unique(self.index.flatten(), return_inverse=True)
@@ -177,11 +170,10 @@ Factor = Dense | Outer | OneHot
 
 @dataclass(frozen=True)
 class Rows:
-    """The gradient of `count` rows of a parameter of `total`, from `start` on; others have none."""
+    """The gradient of some rows of a parameter that has `total`; the others have none."""
 
     inner: Factor
-    start: int
-    count: int
+    rows: range
     total: int
 
     @property
@@ -191,10 +183,6 @@ class Rows:
     @property
     def batch(self) -> int:
         return self.inner.batch
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count
 
     def scaled(self, factor: float) -> Rows:
         return replace(self, inner=self.inner.scaled(factor))
@@ -209,22 +197,17 @@ class Rows:
         """The same as a gradient of the whole parameter, zero in the other rows."""
         inner = self.inner
         if isinstance(inner, OneHot):
-            return OneHot(inner.index + self.start, inner.b, self.total)
+            return OneHot(inner.index + self.rows.start, inner.b, self.total)
         if isinstance(inner, Outer):  # a row of the parameter may be several of the product's
-            size = inner.b.shape[-1] // self.count
-            pads = (self.start * size, (self.total - self.stop) * size)
+            size = inner.b.shape[-1] // len(self.rows)
+            pads = (self.rows.start * size, (self.total - self.rows.stop) * size)
             return Outer(inner.a, F.pad(inner.b, pads))
         whole = inner.values.new_zeros(self.batch, self.total, *inner.values.shape[2:])
-        whole[:, self.start : self.stop] = inner.values
+        whole[:, self.rows.start : self.rows.stop] = inner.values
         return Dense(whole)
 
 
 Use = Factor | Rows
-
-
-def _largest(x: Tensor) -> Tensor:
-    flat = x.flatten(1)
-    return flat.new_zeros(len(flat)) if flat.shape[1] == 0 else flat.abs().amax(1)
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -115,10 +116,16 @@ class Tape:
         self._leaves: dict[str, Tensor] = {}
         self._lookups: list[tuple[str, Tensor, Callable[[Tensor], Factor]]] = []
         self._pending: list[tuple[Key, Tensor, Tensor]] = []
-        members = {"tape": self, "__torch_function__": _intercept}
-        self._private: Any = type("Private", (nn.Parameter,), dict(members))
-        self._derived: Any = type("Derived", (Tensor,), dict(members))
-        self.operands: tuple[Any, Any] = (self._private, self._derived)
+        self._members = {"tape": self, "__torch_function__": _intercept}
+        self._private: Any = type("Private", (nn.Parameter,), dict(self._members))
+        self.operands: tuple[Any, ...] = (self._private,)
+
+    @cached_property
+    def _derived(self) -> Any:
+        """The class of functions of parameters, made when the first one is met."""
+        derived = type("Derived", (Tensor,), dict(self._members))
+        self.operands = (self._private, derived)
+        return derived
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -236,17 +243,17 @@ class Tape:
         return [x for x in tensors_in(tree) if isinstance(x, self.operands)]
 
     def _names(self, operand: Tensor) -> tuple[str, ...]:
-        if isinstance(operand, self._derived):
+        if not isinstance(operand, self._private):
             names: tuple[str, ...] = operand.__dict__["names"]
             return names
         return (self._name_of[id(operand)],)
 
     def _root(self, x: Any) -> Any:
         """The tensor that stands for `x` in the graph of parameters."""
-        if isinstance(x, self._derived):
-            return x.__dict__["graph"]
-        if not isinstance(x, self._private):
+        if not isinstance(x, self.operands):
             return x
+        if not isinstance(x, self._private):
+            return x.__dict__["graph"]
         name = self._name_of[id(x)]
         if name not in self._leaves:
             leaf: Tensor = x.detach()
@@ -258,10 +265,8 @@ class Tape:
 
     def value(self, operand: Tensor) -> Tensor:
         """The operand as a plain tensor without a graph."""
-        if isinstance(operand, self._derived):
-            value: Tensor = operand.__dict__["graph"].detach()
-            return value
-        return operand.detach()
+        graph: Tensor = operand if isinstance(operand, self._private) else operand.__dict__["graph"]
+        return graph.detach()
 
     def _wrap(self, graph: Tensor, source: Any, names: tuple[str, ...]) -> Tensor:
         derived: Tensor = graph.detach().as_subclass(self._derived)
@@ -274,7 +279,7 @@ class Tape:
         first = next(iter(call.arguments[0]), None)
         if isinstance(first, self._private):
             known = _Source(self._name_of[id(first)])
-        elif isinstance(first, self._derived) and first.__dict__["source"] is not None:
+        elif isinstance(first, self.operands) and first.__dict__["source"] is not None:
             known = first.__dict__["source"]
         else:
             return None
@@ -306,8 +311,11 @@ class Tape:
             assert isinstance(factor, Outer)
             factor, operand = factor.transposed, operand.mT
         shape, uses = self.params[source.name].shape, self.factors[source.name]
-        whole = operand.shape == shape
-        uses[key] = factor if whole else Rows(factor, source.start, len(operand), shape[0])
+        if operand.shape == shape:
+            uses[key] = factor
+        else:
+            rows = range(source.start, source.start + len(operand))
+            uses[key] = Rows(factor, rows, shape[0])
 
     def finish(self) -> None:
         """Pull back what reached functions of parameters, record by record."""

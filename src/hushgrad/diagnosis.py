@@ -13,6 +13,7 @@ from torch import nn
 from hushgrad.persample import Form, auto, certificate_for, per_sample, traced
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.settled import cost_of
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -116,7 +117,7 @@ def _row(name: str, params: Params, certificate: Certificate, gradients: Gradien
     if certificate.form is not traced:
         held = f"{certificate.form.name}, {held}"
     uses = tuple(gradients.factors[name].values())
-    flops, size = gradients.settled[name].cost if uses else (0, 0)
+    flops, size = cost_of(uses, shape) if uses else (0, 0)
     records = uses[0].batch if uses else 1
     return Row(name, shape, operations, held, positions, flops / records, size / records)
 

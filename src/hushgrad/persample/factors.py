@@ -170,11 +170,10 @@ Factor = Dense | Outer | OneHot
 
 @dataclass(frozen=True)
 class Rows:
-    """The gradient of `count` rows of a parameter of `total`, from `start` on; others have none."""
+    """The gradient of some rows of a parameter that has `total`; the others have none."""
 
     inner: Factor
-    start: int
-    count: int
+    rows: range
     total: int
 
     @property
@@ -184,10 +183,6 @@ class Rows:
     @property
     def batch(self) -> int:
         return self.inner.batch
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count
 
     def scaled(self, factor: float) -> Rows:
         return replace(self, inner=self.inner.scaled(factor))
@@ -202,13 +197,13 @@ class Rows:
         """The same as a gradient of the whole parameter, zero in the other rows."""
         inner = self.inner
         if isinstance(inner, OneHot):
-            return OneHot(inner.index + self.start, inner.b, self.total)
+            return OneHot(inner.index + self.rows.start, inner.b, self.total)
         if isinstance(inner, Outer):  # a row of the parameter may be several of the product's
-            size = inner.b.shape[-1] // self.count
-            pads = (self.start * size, (self.total - self.stop) * size)
+            size = inner.b.shape[-1] // len(self.rows)
+            pads = (self.rows.start * size, (self.total - self.rows.stop) * size)
             return Outer(inner.a, F.pad(inner.b, pads))
         whole = inner.values.new_zeros(self.batch, self.total, *inner.values.shape[2:])
-        whole[:, self.start : self.stop] = inner.values
+        whole[:, self.rows.start : self.rows.stop] = inner.values
         return Dense(whole)
 
 
@@ -221,8 +216,8 @@ def rows_of(use: Use, start: int, count: int, total: int) -> Use:
     if count == total:
         return use
     if isinstance(use, Rows):  # rows of rows
-        return Rows(use.inner, start + use.start, use.count, total)
-    return Rows(use, start, count, total)
+        return Rows(use.inner, range(start + use.rows.start, start + use.rows.stop), total)
+    return Rows(use, range(start, start + count), total)
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _paired(new: Mapping[Key, Use], old: Mapping[Key, Use]) -> dict[Key, Use] | 
 def _difference_of_uses(new: Use, old: Use) -> Use | None:
     if not isinstance(new, Rows) and not isinstance(old, Rows):
         return _difference(new, old)
-    if not (isinstance(new, Rows) and isinstance(old, Rows)) or new.start != old.start:
+    if not (isinstance(new, Rows) and isinstance(old, Rows)) or new.rows != old.rows:
         return None
     inner = _difference(new.inner, old.inner)
     return None if inner is None else replace(new, inner=inner)

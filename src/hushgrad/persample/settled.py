@@ -26,7 +26,6 @@ from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
 """Floating-point operations (memory traffic converted), and bytes held."""
-_UNKNOWN = (math.nan, math.nan)
 
 
 class Materialised:
@@ -34,8 +33,8 @@ class Materialised:
 
     form = "materialised"
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape, cost: Cost = _UNKNOWN) -> None:
-        self._shape, self.cost = shape, cost
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
+        self._shape = shape
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
@@ -64,10 +63,8 @@ class Gram:
 
     form = "Gram"
 
-    def __init__(
-        self, factors: tuple[Outer | OneHot, ...], shape: Shape, cost: Cost = _UNKNOWN
-    ) -> None:
-        self._factors, self._shape, self.cost = factors, shape, cost
+    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
+        self._factors, self._shape = factors, shape
 
     @cached_property
     def _measured(self) -> tuple[Square, Tensor, list[int]]:
@@ -117,9 +114,7 @@ class Stacked:
 
     def __init__(self, blocks: dict[int, Gradient], shape: Shape) -> None:
         self._blocks, self._shape = blocks, shape
-        parts = tuple(blocks.values())
-        self.form: str = ", ".join(dict.fromkeys(part.form for part in parts))
-        self.cost: Cost = (sum(part.cost[0] for part in parts), sum(part.cost[1] for part in parts))
+        self.form: str = ", ".join(dict.fromkeys(block.form for block in blocks.values()))
 
     @cached_property
     def square(self) -> Square:
@@ -297,30 +292,56 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(factors: tuple[Use, ...], shape: Shape) -> Gradient:
-    """Choose how to hold the sum of one parameter's factors: Gram or materialised, by cost."""
-    blocks = _blocks(factors)
+def settle(uses: tuple[Use, ...], shape: Shape) -> Gradient:
+    """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost."""
+    blocks = _blocks(uses)
     if blocks:
-        parts = {at: settle(block, (stop - at, *shape[1:])) for (at, stop), block in blocks.items()}
-        return Stacked(parts, shape)
-    factored = tuple(merge(tuple(f.whole() if isinstance(f, Rows) else f for f in factors)))
-    cost = costs(factored, shape)
-    products = tuple(f for f in factored if not isinstance(f, Dense))
-    if len(products) == len(factored) and cost["Gram"][0] <= cost["materialised"][0]:
-        return Gram(products, shape, cost["Gram"])
-    return Materialised(factored, shape, cost["materialised"])
+        held = {rows.start: settle(block, _some(rows, shape)) for rows, block in blocks.items()}
+        return Stacked(held, shape)
+    factored = _joined(uses)
+    if _cheaper(factored, shape) == "Gram":
+        return Gram(tuple(f for f in factored if not isinstance(f, Dense)), shape)
+    return Materialised(factored, shape)
 
 
-def _blocks(factors: tuple[Use, ...]) -> dict[tuple[int, int], tuple[Factor, ...]]:
+def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:
+    """What it costs as `settle` holds it."""
+    blocks = _blocks(uses)
+    if blocks:
+        parts = [cost_of(block, _some(rows, shape)) for rows, block in blocks.items()]
+        return sum(flops for flops, _ in parts), sum(size for _, size in parts)
+    factored = _joined(uses)
+    return costs(factored, shape)[_cheaper(factored, shape)]
+
+
+def _joined(uses: tuple[Use, ...]) -> tuple[Factor, ...]:
+    return tuple(merge(tuple(use.whole() if isinstance(use, Rows) else use for use in uses)))
+
+
+def _cheaper(factors: tuple[Factor, ...], shape: Shape) -> str:
+    if any(isinstance(factor, Dense) for factor in factors):
+        return "materialised"
+    cost = costs(factors, shape)
+    return "Gram" if cost["Gram"][0] <= cost["materialised"][0] else "materialised"
+
+
+def _some(rows: range, shape: Shape) -> Shape:
+    return (len(rows), *shape[1:])
+
+
+def _blocks(uses: tuple[Use, ...]) -> dict[range, tuple[Factor, ...]]:
     """The factors by the rows that they are about, if those are alike or disjoint; else nothing."""
-    blocks: dict[tuple[int, int], tuple[Factor, ...]] = {}
-    for factor in factors:
-        if not isinstance(factor, Rows):
+    blocks: dict[range, tuple[Factor, ...]] = {}
+    for use in uses:
+        if not isinstance(use, Rows):
             return {}
-        rows = factor.start, factor.stop
-        blocks[rows] = (*blocks.get(rows, ()), factor.inner)
-    edges = [edge for rows in sorted(blocks) for edge in rows]
+        blocks[use.rows] = (*blocks.get(use.rows, ()), use.inner)
+    edges = [edge for rows in sorted(blocks, key=_ends) for edge in _ends(rows)]
     return blocks if edges == sorted(edges) else {}
+
+
+def _ends(rows: range) -> tuple[int, int]:
+    return rows.start, rows.stop
 
 
 def costs(factors: tuple[Factor, ...], shape: Shape) -> dict[str, Cost]:

@@ -91,7 +91,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "symmetric": lambda: made(nn.Linear(4, 4), Symmetric()),
     "low rank": lambda: adapted(nn.Linear(4, 3)),
     "low rank with its base": lambda: adapted(nn.Linear(4, 3), train_base=True),
-    "low rank on a normed weight": lambda: made(weight_norm(nn.Linear(4, 4)), LowRank(torch.eye(4))),
+    "low rank on a norm": lambda: made(weight_norm(nn.Linear(4, 4)), LowRank(torch.eye(4))),
     "low rank convolution": lambda: adapted(nn.Conv1d(3, 2, 2)),
     "twice, spectral": lambda: Twice(spectral_norm(nn.Linear(4, 3)), cached=False),
     "twice, spectral, cached": lambda: Twice(spectral_norm(nn.Linear(4, 3)), cached=True),

@@ -12,6 +12,7 @@ from hushgrad.data import mnist
 from hushgrad.recipe import Recipe
 from recipes import strong as beyond
 from recipes.classifier import G1, Settings, classifier
+from recipes.images import Images, prepared, standardised, upright
 from recipes.networks import tanh_cnn
 from recipes.views import shifted
 
@@ -36,23 +37,23 @@ def strong(
     data: Path | None = None,
     seed: int = 0,
     epsilon: float = 3.0,
-    batch: int = 4096,
-    epochs: float = 60.0,
-    lr: float = 0.8,
-    gamma: float = 0.01,
-    average: float = 0.97,
-    views: int = 4,
+    batch: int = 2048,
+    epochs: float = 68.0,
+    lr: float = 0.4,
+    views: int = 0,
 ) -> Recipe:
-    """The same network and ε with larger batches, more epochs, an average, and several views."""
+    """The same network and ε with more steps, a rate that falls, and images set upright."""
     return beyond.strong(
-        mnist(data),
-        shifted(2),
+        prepared(mnist(data), _upright_and_even, "each set upright and standardised by itself"),
+        shifted(1),
         seed=seed,
         epsilon=epsilon,
         batch=batch,
         epochs=epochs,
         lr=lr,
-        gamma=gamma,
-        average=average,
         views=views,
     )
+
+
+def _upright_and_even(images: Images) -> Images:
+    return standardised(upright(images))

@@ -41,38 +41,43 @@ class Clip:
     name: str
     weigh: Weigh
     clip_norm: ClipNorm
-    keeps: Callable[[Tensor], Tensor] = lambda clip_norms: clip_norms
+    keeps: Callable[[list[float]], list[float]] = lambda clip_norms: clip_norms
+    mapped: bool = True  # False only for the rules below, which take each row by itself
 
-    def clip_norms(self, groups: int) -> Float[Tensor, " group"]:
+    def clip_norms(self, groups: int) -> list[float]:
         """R for each group: a number R is shared out as R/√L, a sequence is taken as it is."""
         if isinstance(self.clip_norm, int | float):
-            return torch.full((groups,), self.clip_norm / math.sqrt(groups), dtype=torch.float64)
+            return [self.clip_norm / math.sqrt(groups)] * groups
         if len(self.clip_norm) != groups:
             raise ValueError(
                 f"expected a clipping norm for each of the {groups} groups, got "
                 f"{len(self.clip_norm)}; pass one number to share it out evenly"
             )
-        return torch.tensor(list(self.clip_norm), dtype=torch.float64)
+        return list(self.clip_norm)
 
     def bound(self, groups: int) -> float:
         """The largest norm that one record's contribution can have."""
-        return float(self.keeps(self.clip_norms(groups)).square().sum().sqrt())
+        return math.hypot(*self.keeps(self.clip_norms(groups)))
 
     def weights(self, norms: Float[Tensor, "batch group"]) -> Float[Tensor, "batch group"]:
         """One weight for each record and group, in float64."""
         norms = norms.double()
-        clip_norms = self.clip_norms(norms.shape[1]).to(norms.device)
-        usable = (norms.isfinite() & (norms <= LARGEST_NORM)).all(1, keepdim=True)
+        groups = norms.shape[1]
+        clip_norms = torch.tensor(self.clip_norms(groups), dtype=norms.dtype, device=norms.device)
+        usable = (norms <= LARGEST_NORM).all(1, keepdim=True)  # nan is not
         given = torch.where(usable, norms, 1.0)
-        # The rule gets copies: the clamp below must not read what a rule has written.
-        weights = _mapped(self.weigh, given.clone(), clip_norms.clone()).detach()
-        weights = torch.nan_to_num(weights, 0.0, 0.0, 0.0)
-        bound = self.bound(norms.shape[1])
-        size = (weights * given).square().sum(1, keepdim=True).sqrt()
-        weights = torch.where(size > bound, weights * (bound / size), weights)
+        # A user's rule gets copies: the clamp below must not read what a rule has written.
+        weights = (
+            _mapped(self.weigh, given.clone(), clip_norms)
+            if self.mapped
+            else self.weigh(given, clip_norms)
+        )
+        weights = torch.nan_to_num(weights.detach(), 0.0, 0.0, 0.0)
+        bound = self.bound(groups)
+        size = torch.linalg.vector_norm(weights * given, dim=1, keepdim=True)
+        weights = weights * (bound / size).clamp(max=1.0)
         most = min(bound / SMALLEST_NORM, LARGEST_WEIGHT)
-        weights = torch.where(weights.abs() > most, 0.0, weights)
-        return torch.where(usable, weights, 0.0)
+        return torch.where(usable & (weights.abs() <= most), weights, 0.0)
 
     def at(self, clip_norm: ClipNorm) -> Clip:
         """The rule of a later step: this one, which follows nothing."""
@@ -149,7 +154,7 @@ def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
 def abadi(clip_norm: ClipNorm = 1.0) -> Clip:
     """Shorten a gradient to norm R, `min(1, R/|g|)`; a shorter one stays (Abadi et al. 2016)."""
     _require_positive(clip_norm)
-    return Clip("abadi", lambda n, r: torch.clamp(r / n, max=1.0), clip_norm)
+    return Clip("abadi", lambda n, r: torch.clamp(r / n, max=1.0), clip_norm, mapped=False)
 
 
 def automatic(gamma: float = 0.01, clip_norm: ClipNorm = 1.0) -> Clip:
@@ -159,19 +164,20 @@ def automatic(gamma: float = 0.01, clip_norm: ClipNorm = 1.0) -> Clip:
     """
     _require_positive(clip_norm)
     _require_positive(gamma, "gamma")
-    return Clip(f"automatic(gamma={gamma})", lambda n, r: r / (n + gamma), clip_norm)
+    name = f"automatic(gamma={gamma})"
+    return Clip(name, lambda n, r: r / (n + gamma), clip_norm, mapped=False)
 
 
 def normalize(clip_norm: ClipNorm = 1.0) -> Clip:
     """AUTO-V, `R/|g|`: every gradient gets norm R; a zero gradient stays zero."""
     _require_positive(clip_norm)
-    return Clip("normalize", lambda n, r: torch.where(n > 0, r / n, 0.0), clip_norm)
+    return Clip("normalize", lambda n, r: torch.where(n > 0, r / n, 0.0), clip_norm, mapped=False)
 
 
 def discard(clip_norm: ClipNorm = 1.0) -> Clip:
     """Global clipping, `1[|g| < R]`: keep a gradient as it is or leave it out."""
     _require_positive(clip_norm)
-    return Clip("discard", lambda n, r: (n < r).to(n.dtype), clip_norm)
+    return Clip("discard", lambda n, r: (n < r).to(n.dtype), clip_norm, mapped=False)
 
 
 def reparameterized(clip_norm: ClipNorm = 1.0) -> Clip:
@@ -185,10 +191,10 @@ def reparameterized(clip_norm: ClipNorm = 1.0) -> Clip:
         share = 1 / math.sqrt(len(clip_norms))
         return torch.minimum(share / clip_norms, share / norms)
 
-    def keeps(clip_norms: Tensor) -> Tensor:
-        return torch.full_like(clip_norms, 1 / math.sqrt(len(clip_norms)))
+    def keeps(clip_norms: list[float]) -> list[float]:
+        return [1 / math.sqrt(len(clip_norms))] * len(clip_norms)
 
-    return Clip("reparameterized", weigh, clip_norm, keeps)
+    return Clip("reparameterized", weigh, clip_norm, keeps, mapped=False)
 
 
 def custom(weigh: Callable[[Tensor], Tensor], *, bound: float, name: str = "custom") -> Clip:

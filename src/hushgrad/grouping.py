@@ -30,7 +30,8 @@ class Groups:
 
     def spread(self, weights: Float[Tensor, "batch group"]) -> dict[str, Float[Tensor, " batch"]]:
         """Give every parameter its group's weights."""
-        return {name: weights[:, group] for name, group in self.of.items()}
+        columns = weights.unbind(1)
+        return {name: columns[group] for name, group in self.of.items()}
 
 
 Grouping = Callable[[Sequence[str]], Groups]

@@ -7,7 +7,7 @@ sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside flo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,15 @@ class Square(NamedTuple):
         """The certified upper bound; inf where nothing finite can be said."""
         return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf, posinf=torch.inf)
 
+    def first(self, count: int) -> Square:
+        """The first `count` of them."""
+        return Square(self.estimate[:count], self.slack[:count])
+
     @property
     def loose(self) -> Bool[Tensor, " batch"]:
         """True where the slack is too large to be useful, or nothing finite is known."""
-        tight = self.slack <= RELATIVE_SLACK * self.estimate
-        return ~(tight & self.estimate.isfinite())
+        # Infinite ones leave nan, which compares as false.
+        return ~(RELATIVE_SLACK * self.estimate - self.slack >= 0)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -67,15 +71,17 @@ def exact_products(device: torch.device) -> Iterator[None]:
     Autocast is off and every switch that lets float32 products run in TF32 or bfloat16 is set to
     IEEE; all are restored on the way out.
     """
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        for switch in _PRECISION_SWITCHES:
-            before = switch.fp32_precision
-            if before not in ("ieee", "none"):  # none: nothing was lowered
-                switch.fp32_precision = "ieee"
-                stack.callback(setattr, switch, "fp32_precision", before)
-        yield
+    settings = [(switch, switch.fp32_precision) for switch in _PRECISION_SWITCHES]
+    lowered = [(switch, before) for switch, before in settings if before not in ("ieee", "none")]
+    cast = torch.is_autocast_enabled(device.type)
+    try:
+        for switch, _ in lowered:
+            switch.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False) if cast else nullcontext():
+            yield
+    finally:
+        for switch, before in lowered:
+            switch.fp32_precision = before
 
 
 def square_norms(x: Float[Tensor, batch * shape]) -> Square:
@@ -87,16 +93,20 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
     flat = x.reshape(len(x), -1)
     count = flat.shape[1]
     body = count - count % _CHUNK
-    runs = torch.linalg.vector_norm(flat[:, :body].unflatten(1, (-1, _CHUNK)), dim=2)
-    estimate = runs.double().square().sum(1)
-    if body < count:
-        estimate = estimate + torch.linalg.vector_norm(flat[:, body:], dim=1).double().square()
+    estimate = _square_norm(flat[:, body:]) if body < count else flat.new_zeros(len(x)).double()
+    if body:
+        estimate = estimate + _square_norm(flat[:, :body].unflatten(1, (-1, _CHUNK))).sum(1)
     # Rounding of a run, and at most the smallest normal number for each square that underflows.
     slack = (_CHUNK + 8) * rounding(x.dtype) * estimate + count * torch.finfo(x.dtype).tiny
-    none = (estimate == 0).nonzero().flatten()
-    if len(none):  # a vector that is zero exactly has nothing to lose
+    if not bool(estimate.all()):  # a vector that is zero exactly has nothing to lose
+        none = (estimate == 0).nonzero().flatten()
         slack[none] = torch.where((flat[none] == 0).all(1), 0.0, slack[none])
     return Square(estimate, slack)
+
+
+def _square_norm(runs: Tensor) -> Tensor:
+    squares: Tensor = torch.linalg.vector_norm(runs, dim=-1).double().square_()
+    return squares
 
 
 def inner_products(

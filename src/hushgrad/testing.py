@@ -26,7 +26,8 @@ def check_clip_rule(clip: Clip, groups: int = 1) -> None:
     >>> from hushgrad import clipping
     >>> check_clip_rule(clipping.automatic(), groups=3)
     """
-    clip_norms, bound, norms = clip.clip_norms(groups), clip.bound(groups), _norms(groups)
+    clip_norms = torch.tensor(clip.clip_norms(groups), dtype=torch.float64)
+    bound, norms = clip.bound(groups), _norms(groups)
     for one in norms:
         weights, again = (clip.weigh(one.clone(), clip_norms) for _ in range(2))
         at = f"{clip.name} at norms {one.tolist()}"

@@ -100,10 +100,6 @@ class Outer:
     def materialised(self) -> Tensor:
         return torch.bmm(self.b.mT, self.a)
 
-    def peak(self) -> Float[Tensor, " batch"]:
-        """The largest entry of either factor, for each record."""
-        return torch.maximum(_largest(self.a), _largest(self.b))
-
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
         a, b, w = self.a, self.b, weights.to(self.a.dtype)[:, None, None]
@@ -156,9 +152,6 @@ class OneHot:
         index = self.index.unsqueeze(-1).expand_as(self.b)
         return table.scatter_add_(1, index, self.b)
 
-    def peak(self) -> Float[Tensor, " batch"]:
-        return _largest(self.b)
-
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         b = self.b * weights.to(self.b.dtype)[:, None, None]
         rows, place = torch.unique(self.index.flatten(), return_inverse=True)
@@ -172,11 +165,6 @@ class OneHot:
 
 
 Factor = Dense | Outer | OneHot
-
-
-def _largest(x: Tensor) -> Tensor:
-    flat = x.flatten(1)
-    return flat.new_zeros(len(flat)) if flat.shape[1] == 0 else flat.abs().amax(1)
 
 
 def _mask(x: Tensor, keep: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
@@ -66,11 +67,12 @@ class Gradients:
         """Squared norms as estimate and slack."""
         self.require_unwritten()
         with torch.no_grad(), exact_products(self._losses.device):
-            none = torch.zeros(self.batch, dtype=torch.float64, device=self._losses.device)
+            none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
             squares = dict.fromkeys(self._params, Square(none, none))
-            for name, gradient in self.settled.items():
-                squares[name] = Square(*(part[: self.batch] for part in gradient.square))
-            return squares
+            squares |= {name: gradient.square for name, gradient in self.settled.items()}
+            if self._padded == self.batch:
+                return squares
+            return {name: square.first(self.batch) for name, square in squares.items()}
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         return {name: square.upper for name, square in self.squares.items()}
@@ -79,17 +81,28 @@ class Gradients:
         self.require_unwritten()
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
-            # Padding counts too: a copy may have drawn what makes it infinite.
-            finite = all(bool(g.square.upper.isfinite().all()) for g in self.settled.values())
+            finite = self._all_finite()
+            # Parameters of one group share their weights, which are padded once.
+            padded = {id(w): self._with_padding(w) for w in weights.values()}
             for name, p in self._params.items():
                 if name not in self.settled:
                     sums[name] = wide(torch.zeros_like(p))
                     continue
-                padding = weights[name].new_zeros(self._padded - self.batch)
-                padded = torch.cat([weights[name], padding])
-                keep = None if finite else padded != 0
-                sums[name] = self.settled[name].weighted_sum(padded, keep)
+                own = padded[id(weights[name])]
+                sums[name] = self.settled[name].weighted_sum(own, None if finite else own != 0)
         return sums
+
+    def _with_padding(self, weights: Tensor) -> Tensor:
+        extra = self._padded - self.batch
+        return torch.cat([weights, weights.new_zeros(extra)]) if extra else weights
+
+    def _all_finite(self) -> bool:
+        """Is every record's gradient finite? Padding counts too: a copy has draws of its own."""
+        squares = [gradient.square for gradient in self.settled.values()]
+        if not squares:
+            return True
+        ends = torch.stack([part for square in squares for part in square])
+        return math.isfinite(ends.sum())
 
     def held(self) -> list[Tensor]:
         """The tensors that the factors consist of."""

@@ -28,7 +28,8 @@ class Layout:
     def split(self, x: Tensor, batch: int) -> Tensor:
         """Return `x` as [batch, ...]: each record's part keeps the rank of `x`."""
         if self.share == 1:
-            return x.movedim(self.dim, 0).unsqueeze(self.dim + 1)
+            front = x.movedim(self.dim, 0) if self.dim else x
+            return front.unsqueeze(self.dim + 1)
         sizes = (batch, self.share) if self.records_first else (self.share, batch)
         at = self.dim if self.records_first else self.dim + 1
         parts: Tensor = x.unflatten(self.dim, sizes)
@@ -36,7 +37,8 @@ class Layout:
 
     def rows(self, x: Tensor, batch: int) -> Tensor:
         """Return `x` as [batch, t, last dimension]."""
-        return self.split(x, batch).flatten(1, -2)
+        each = self.split(x, batch)
+        return each if each.dim() == 3 else each.flatten(1, -2)
 
     def fits(self, shape: Shape, batch: int) -> bool:
         return len(shape) > self.dim and shape[self.dim] == self.share * batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -58,43 +59,47 @@ class Gram:
 
     def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
         self._factors, self._shape = factors, shape
-        self._fragile: Tensor | None = None  # [batch], known with the square
 
     @cached_property
+    def _measured(self) -> tuple[Square, Tensor, list[int]]:
+        """Certified squares, no less than any factor's entry, and the records written out."""
+        estimate, slack, length, largest = gram_square(self._factors)
+        for i in _loose_records(Square(estimate, slack)):
+            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
+            finer = gram_square(wide)
+            estimate[i], slack[i], length[i], largest[i] = (part[0] for part in finer)
+        cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
+        fragile = _indices(cancels | Square(estimate, slack).loose)
+        for i in fragile:
+            exact = square_norms(self._record(i)[None])
+            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
+        return Square(estimate, slack), largest, fragile
+
+    @property
     def square(self) -> Square:
         """Certified squares: float32 in chunks, then float64, then the record written out.
 
         Each step takes only the records that the one before left uncertain, one at a time, so
         that a record's bits do not depend on its mates.
         """
-        estimate, slack, length = gram_square(self._factors)
-        for i in _loose_records(Square(estimate, slack)):
-            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
-            finer = gram_square(wide)
-            estimate[i], slack[i], length[i] = (part[0] for part in finer)
-        cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
-        self._fragile = cancels | Square(estimate, slack).loose
-        for i in self._fragile.nonzero().flatten().tolist():
-            exact = square_norms(self._record(i)[None])
-            estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
-        return Square(estimate, slack)
+        return self._measured[0]
 
     def _record(self, index: int) -> Tensor:
         parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
         return torch.stack(parts).sum(0)
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
-        _ = self.square  # finds the fragile records
-        assert self._fragile is not None
+        _, largest, fragile = self._measured
         # A factor may be large where their product is not, and must not overflow by its weight.
-        peak = torch.stack([factor.peak() for factor in self._factors]).amax(0).double()
-        apart = self._fragile | ~(peak * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
-        factored = weights.masked_fill(apart, 0)
+        too_large = ~(largest * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
+        apart = sorted({*fragile, *_indices(too_large)})
+        factored = weights.index_fill(0, torch.tensor(apart), 0) if apart else weights
         factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        for i in (apart & (weights != 0)).nonzero().flatten().tolist():
-            total += (weights[i] * self._record(i)).to(total.dtype)
+        for i in apart:
+            if weights[i] != 0:
+                total += (weights[i] * self._record(i)).to(total.dtype)
         return total
 
 
@@ -102,7 +107,12 @@ Gradient = Materialised | Gram
 
 
 def _loose_records(square: Square) -> list[int]:
-    indices: list[int] = square.loose.nonzero().flatten().tolist()
+    return _indices(square.loose)
+
+
+def _indices(found: Tensor) -> list[int]:
+    """Where `found` is true; mostly nowhere, which one look tells."""
+    indices: list[int] = found.nonzero().flatten().tolist() if bool(found.any()) else []
     return indices
 
 
@@ -115,16 +125,27 @@ def _one_in_double(factor: Outer | OneHot, i: int) -> Outer | OneHot:
 # --- Gram norms, with their forward error -------------------------------------------------------
 
 
-def gram_square(factors: tuple[Outer | OneHot, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of a sum of factors, a bound on their error, and `S = sum_t |a_t| |b_t|`.
+class GramSquare(NamedTuple):
+    """Squared norms of a sum of factors, [batch], and what they can be trusted for."""
+
+    estimate: Tensor
+    slack: Tensor  # a bound on the estimate's error
+    length: Tensor  # S = sum_t |a_t| |b_t|
+    largest: Tensor  # no entry of a factor is above this
+
+
+def gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
+    """Squared norms by inner products of rows.
 
     With chunks of c columns in a type of roundoff u, each inner product errs by at most
     c·u·|x||y|, so the square errs by at most (c_a + c_b + 2)·u·S², for c up to 2048 (16 more
     cover `square_norms`, which takes over at t = 1); products that underflow add at most the
     smallest normal number for each column.
     """
+    if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].positions == 1:
+        return _outer_product_square(factors[0])
     chunk = _chunk(sum(factor.positions for factor in factors))
-    estimate = length = lost = None
+    estimate = length = lost = largest = None
     columns = 0
     for i, factor in enumerate(factors):
         left, right = _grams(factor, chunk)
@@ -132,23 +153,33 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> tuple[Tensor, Tensor, Te
         a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
         d, p, tiny = _width(factor), factor.b.shape[-1], torch.finfo(factor.b.dtype).tiny
         a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
-        size = (a * b).sum(1)
+        size, top = (a * b).sum(1), torch.maximum(a, b).sum(1)
         flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
         for other in factors[:i]:
             term = term + 2 * _cross(other, factor, chunk)
         estimate = term if estimate is None else estimate + term
         length = size if length is None else length + size
         lost = flushed if lost is None else lost + flushed
+        largest = top if largest is None else torch.maximum(largest, top)
         columns = max(columns, min(chunk, d) + min(chunk, p) + 18)
-    assert estimate is not None and length is not None and lost is not None
+    assert estimate is not None and length is not None
+    assert lost is not None and largest is not None
     u = rounding(factors[0].b.dtype)
     # Two uses also underflow against each other; 2·count bounds the mixed terms by the own ones.
     slack = columns * u * length.square() + 2 * len(factors) * lost
-    zero = estimate == 0
-    if bool(zero.any()):  # a gradient that is zero exactly has nothing to lose
+    if not bool(estimate.all()):  # a gradient that is zero exactly has nothing to lose
         gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
         slack, length = slack.masked_fill(gone, 0), length.masked_fill(gone, 0)
-    return estimate, slack, length
+    return GramSquare(estimate, slack, length, largest)
+
+
+def _outer_product_square(factor: Outer) -> GramSquare:
+    """One position: `|b (x) a|² = |b|² |a|²`, in which nothing cancels."""
+    (a, slack_a), (b, slack_b) = square_norms(factor.a), square_norms(factor.b)
+    estimate = a * b
+    slack = slack_a * (b + slack_b) + a * slack_b + 4 * rounding(a.dtype) * estimate
+    largest = torch.maximum(a + slack_a, b + slack_b).sqrt()
+    return GramSquare(estimate, slack, estimate.sqrt(), largest)
 
 
 def _chunk(positions: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,10 +109,16 @@ class Tape:
         self._cuts: list[Tensor] = []
         self._made, self._open = 0, False
         self._reached: dict[int, tuple[Tensor, list[Factor]]] = {}
-        members = {"tape": self, "__torch_function__": _intercept}
-        self._private: Any = type("Private", (nn.Parameter,), dict(members))
-        self._derived: Any = type("Derived", (Tensor,), dict(members))
-        self.operands: tuple[Any, Any] = (self._private, self._derived)
+        self._members = {"tape": self, "__torch_function__": _intercept}
+        self._private: Any = type("Private", (nn.Parameter,), dict(self._members))
+        self.operands: tuple[Any, ...] = (self._private,)
+
+    @cached_property
+    def _derived(self) -> Any:
+        """The class of functions of parameters, made when the first one is met."""
+        derived = type("Derived", (Tensor,), dict(self._members))
+        self.operands = (self._private, derived)
+        return derived
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -238,17 +245,17 @@ class Tape:
         return [x for x in tensors_in(tree) if isinstance(x, self.operands)]
 
     def _names(self, operand: Tensor) -> tuple[str, ...]:
-        if isinstance(operand, self._derived):
+        if not isinstance(operand, self._private):
             names: tuple[str, ...] = operand.__dict__["names"]
             return names
         return (self._name_of[id(operand)],)
 
     def _root(self, x: Any) -> Any:
         """The tensor that stands for `x` in the graph of parameters."""
-        if isinstance(x, self._derived):
-            return x.__dict__["graph"]
-        if not isinstance(x, self._private):
+        if not isinstance(x, self.operands):
             return x
+        if not isinstance(x, self._private):
+            return x.__dict__["graph"]
         name = self._name_of[id(x)]
         if name not in self._leaves:
             leaf: Tensor = x.detach()
@@ -260,10 +267,8 @@ class Tape:
 
     def value(self, operand: Tensor) -> Tensor:
         """The operand as a plain tensor without a graph."""
-        if isinstance(operand, self._derived):
-            value: Tensor = operand.__dict__["graph"].detach()
-            return value
-        return operand.detach()
+        graph: Tensor = operand if isinstance(operand, self._private) else operand.__dict__["graph"]
+        return graph.detach()
 
     def _wrap(self, graph: Tensor, names: tuple[str, ...], back: Back | None) -> Tensor:
         # It requires a gradient, so that a kernel which consumes it out of sight shows.
@@ -273,11 +278,11 @@ class Tape:
         return derived
 
     def _keep(self, key: Key, operand: Tensor, factor: Factor) -> None:
-        if isinstance(operand, self._derived):
+        if isinstance(operand, self._private):
+            self.factors[self._name_of[id(operand)]][key] = factor
+        else:
             number: int = operand.__dict__["number"]
             self._reached.setdefault(number, (operand, []))[1].append(factor)
-        else:
-            self.factors[self._name_of[id(operand)]][key] = factor
 
     def finish(self) -> Factors:
         """Take what reached functions of parameters back to the parameters, the last made first."""

@@ -283,11 +283,11 @@ class Tape:
         return derived
 
     def _keep(self, key: Key, operand: Tensor, factor: Use) -> None:
-        if isinstance(operand, self.operands[1:]):
+        if isinstance(operand, self._private):
+            self.factors[self._name_of[id(operand)]][key] = factor
+        else:
             number: int = operand.__dict__["number"]
             self._reached.setdefault(number, (operand, []))[1].append(factor)
-        else:
-            self.factors[self._name_of[id(operand)]][key] = factor
 
     def finish(self) -> Factors:
         """Take what reached functions of parameters back to the parameters, the last made first."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
 from hushgrad.persample.certify import Certificate, certify, extend, retest
-from hushgrad.persample.forms import Form, auto, dense, loop, traced
+from hushgrad.persample.forms import Form, auto, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
@@ -29,6 +29,7 @@ __all__ = [
     "difference",
     "loop",
     "per_sample",
+    "recomputed",
     "run_certified",
     "traced",
 ]

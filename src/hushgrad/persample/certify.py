@@ -131,24 +131,24 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
 def _certify_form(
     form: Form, subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
 ) -> tuple[Site, ...]:
-    if form is traced:
-        return _certify_traced(subject, oracle, largest, evidence)
-    size = oracle.count
-    try:
-        with WithoutRandomness(), subject.rewound():
-            gradients = form.run(subject, oracle.records, size, size, ())
-    except Exception as error:  # the plain forward pass worked: another form may do
-        raise NotCovered(_reason(error)) from error
-    wrong = compare(gradients, oracle, evidence)
-    if wrong:
-        raise NotCovered(differs(wrong))
-    return ()
+    sites = _certify_sites(subject, oracle, largest, evidence) if form.replays else ()
+    if form is not traced:
+        size = oracle.count
+        try:
+            with WithoutRandomness(), subject.rewound():
+                gradients = form.run(subject, oracle.records, size, size, sites)
+                wrong = compare(gradients, oracle, evidence)
+        except Exception as error:  # the plain forward pass worked: another form may do
+            raise NotCovered(_reason(error)) from error
+        if wrong:
+            raise NotCovered(differs(wrong))
+    return sites
 
 
-# --- the traced form ----------------------------------------------------------------------------
+# --- the call sites -----------------------------------------------------------------------------
 
 
-def _certify_traced(
+def _certify_sites(
     subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
 ) -> tuple[Site, ...]:
     """Find the sites at two probe sizes, test them there, then replay them at the largest."""
@@ -339,7 +339,7 @@ def _retest(
         if oracle.count == 0:
             return
         check_independence(Passes(subject, oracle), [padded], certificate.evidence)
-        if certificate.form is traced:
+        if certificate.form.replays:
             wrong = _replayed(subject, oracle, certificate.sites, padded, certificate.evidence)
             if wrong:
                 raise Refused(f"in a batch of {padded} records {differs(wrong)}")

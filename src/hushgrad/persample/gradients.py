@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -82,9 +82,9 @@ class Gradients:
         self.require_unwritten()
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
-            finite = self._all_finite()
+            finite = all_finite(gradient.square for gradient in self.settled.values())
             # Parameters of one group share their weights, which are padded once.
-            padded = {id(w): self._with_padding(w) for w in weights.values()}
+            padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
             for name, p in self._params.items():
                 if name not in self.settled:
                     sums[name] = wide(torch.zeros_like(p))
@@ -92,18 +92,6 @@ class Gradients:
                 own = padded[id(weights[name])]
                 sums[name] = self.settled[name].weighted_sum(own, None if finite else own != 0)
         return sums
-
-    def _with_padding(self, weights: Tensor) -> Tensor:
-        extra = self._padded - self.batch
-        return torch.cat([weights, weights.new_zeros(extra)]) if extra else weights
-
-    def _all_finite(self) -> bool:
-        """Is every record's gradient finite? Padding counts too: a copy has draws of its own."""
-        squares = [gradient.square for gradient in self.settled.values()]
-        if not squares:
-            return True
-        ends = torch.stack([part for square in squares for part in square])
-        return math.isfinite(ends.sum())
 
     def held(self) -> list[Tensor]:
         """The tensors that the factors consist of."""
@@ -137,6 +125,18 @@ class Gradients:
     def __rmul__(self, factor: float) -> Gradients:
         scaled = self._each(lambda x: x.scaled(factor))
         return Gradients(scaled, self._params, factor * self._losses, self._padded)
+
+
+def with_padding(weights: Tensor, padded: int) -> Tensor:
+    """The weights of `padded` records, of which those after the first count for nothing."""
+    extra = padded - len(weights)
+    return torch.cat([weights, weights.new_zeros(extra)]) if extra else weights
+
+
+def all_finite(squares: Iterable[Square]) -> bool:
+    """Is every record's gradient finite? Padding counts too: a copy has draws of its own."""
+    ends = [part for square in squares for part in square]
+    return not ends or math.isfinite(torch.stack(ends).sum())
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

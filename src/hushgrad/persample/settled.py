@@ -32,6 +32,7 @@ class Materialised:
     """A gradient held as one tensor, from which both its norm and its sum are taken."""
 
     form = "materialised"
+    measured = None
 
     def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
         self._shape = shape
@@ -58,17 +59,32 @@ _LARGEST_CANCELLATION = 100.0
 _LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
 
 
+class Measured(NamedTuple):
+    """What is known of a gradient's factors once its norms are."""
+
+    square: Square
+    largest: Tensor  # no entry of a factor is above this
+    fragile: list[int]  # the records that are written out
+
+
 class Gram:
-    """A gradient held as factors; its norm comes from inner products of their rows."""
+    """A gradient held as factors; its norm comes from inner products of their rows.
+
+    `known` is what another `Gram` of the same factors has measured.
+    """
 
     form = "Gram"
 
-    def __init__(self, factors: tuple[Outer | OneHot, ...], shape: Shape) -> None:
-        self._factors, self._shape = factors, shape
+    def __init__(
+        self, factors: tuple[Outer | OneHot, ...], shape: Shape, known: Measured | None = None
+    ) -> None:
+        self._factors, self._shape, self._known = factors, shape, known
 
     @cached_property
-    def _measured(self) -> tuple[Square, Tensor, list[int]]:
-        """Certified squares, no less than any factor's entry, and the records written out."""
+    def measured(self) -> Measured:
+        """The norms, and what the sum must mind."""
+        if self._known is not None:
+            return self._known
         estimate, slack, length, largest = gram_square(self._factors)
         for i in _loose_records(Square(estimate, slack)):
             wide = tuple(_one_in_double(factor, i) for factor in self._factors)
@@ -79,7 +95,7 @@ class Gram:
         for i in fragile:
             exact = square_norms(self._record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
-        return Square(estimate, slack), largest, fragile
+        return Measured(Square(estimate, slack), largest, fragile)
 
     @property
     def square(self) -> Square:
@@ -88,18 +104,19 @@ class Gram:
         Each step takes only the records that the one before left uncertain, one at a time, so
         that a record's bits do not depend on its mates.
         """
-        return self._measured[0]
+        return self.measured.square
 
     def _record(self, index: int) -> Tensor:
         parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
         return torch.stack(parts).sum(0)
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
-        _, largest, fragile = self._measured
+        _, largest, fragile = self.measured
         # A factor may be large where their product is not, and must not overflow by its weight.
         too_large = ~(largest * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
         apart = sorted({*fragile, *_indices(too_large)})
-        factored = weights.index_fill(0, torch.tensor(apart), 0) if apart else weights
+        places = torch.tensor(apart, dtype=torch.long, device=weights.device)
+        factored = weights.index_fill(0, places, 0) if apart else weights
         factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -115,6 +132,10 @@ class Stacked:
     def __init__(self, blocks: dict[int, Gradient], shape: Shape) -> None:
         self._blocks, self._shape = blocks, shape
         self.form: str = ", ".join(dict.fromkeys(block.form for block in blocks.values()))
+
+    @property
+    def measured(self) -> dict[int, Any]:
+        return {start: block.measured for start, block in self._blocks.items()}
 
     @cached_property
     def square(self) -> Square:
@@ -132,6 +153,7 @@ class Stacked:
 
 
 Gradient = Materialised | Gram | Stacked
+Known = Measured | dict[int, Any] | None
 
 
 def _loose_records(square: Square) -> list[int]:
@@ -292,15 +314,23 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(uses: tuple[Use, ...], shape: Shape) -> Gradient:
-    """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost."""
+def settle(uses: tuple[Use, ...], shape: Shape, known: Known = None) -> Gradient:
+    """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost.
+
+    `known` is what was `measured` when the same uses were settled before.
+    """
     blocks = _blocks(uses)
     if blocks:
-        held = {rows.start: settle(block, _some(rows, shape)) for rows, block in blocks.items()}
+        before = known if isinstance(known, dict) else {}
+        held = {
+            rows.start: settle(block, _some(rows, shape), before.get(rows.start))
+            for rows, block in blocks.items()
+        }
         return Stacked(held, shape)
     factored = _joined(uses)
     if _cheaper(factored, shape) == "Gram":
-        return Gram(tuple(f for f in factored if not isinstance(f, Dense)), shape)
+        products = tuple(f for f in factored if not isinstance(f, Dense))
+        return Gram(products, shape, known if isinstance(known, Measured) else None)
     return Materialised(factored, shape)
 
 

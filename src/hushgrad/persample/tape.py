@@ -13,6 +13,7 @@ factors and is never written out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ of the operands. The factors are made inside the backward pass: `emit(gradient, 
 Back = Callable[[Use], "list[tuple[Tensor, Use]] | None"]
 """How a factor of a function of parameters goes back to its operands; None if it must be written
 out first and pulled through the function's own graph."""
+HandOver = Callable[[str, dict[Key, Use]], None]
+"""What is done with a parameter's uses once all of them are there."""
 
 _PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
 
@@ -109,6 +112,10 @@ class Tape:
         self._leaves: dict[str, Tensor] = {}
         self._cuts: list[Tensor] = []
         self._made, self._open = 0, False
+        self._due: Counter[str] = Counter()  # the uses of each parameter that are yet to come back
+        self._made_into: set[str] = set()  # the parameters that others were made of
+        self._hand_over: HandOver | None = None
+        self._handed_over: set[str] = set()
         self._reached: dict[int, tuple[Tensor, list[Use]]] = {}
         self._members = {"tape": self, "__torch_function__": _intercept}
         self._private: Any = type("Private", (nn.Parameter,), dict(self._members))
@@ -183,7 +190,7 @@ class Tape:
         elif y._is_view() and not writes_in_place(name):
             # As of a linear map in three dimensions: autograd would copy a tapped view's gradient.
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        return self._tap(y, saves)
+        return self._tap(y, saves, names)
 
     def _on_parameters(
         self,
@@ -210,7 +217,7 @@ class Tape:
         if any(place.layout for place in outputs):
             (call.output,) = outputs
             saves = self._rules.on_spread(call, name, args, kwargs)
-            return self._tap(graph.detach().clone(), saves)
+            return self._tap(graph.detach().clone(), saves, names)
         if cut is not None:
             derived = self._wrap(graph, names, cut[1])
             self._cuts.append(derived)
@@ -228,15 +235,17 @@ class Tape:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             return call.function(*map_in(self._root, args), **map_in(self._root, kwargs))
 
-    def _tap(self, y: Tensor, saves: Saves) -> Tensor:
+    def _tap(self, y: Tensor, saves: Saves, names: tuple[str, ...]) -> Tensor:
         kept, emit = saves
         site = self._calls
+        self._due.update(names)
 
         def record(gradient: Tensor, *kept: Tensor) -> None:
             with torch.no_grad(), exact_products(gradient.device), _PLAIN_TORCH():
                 emitted = emit(wide(gradient), *(_wide_float(x) for x in kept))
                 for slot, (operand, factor) in enumerate(emitted):
                     self._keep((site, slot), operand, factor)
+                self._came_back(names)
 
         detached = (x.detach() for x in kept)
         tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
@@ -279,25 +288,58 @@ class Tape:
         # It requires a gradient, so that a kernel which consumes it out of sight shows.
         derived: Tensor = graph.detach().as_subclass(self._derived).requires_grad_()
         self._made += 1
+        self._made_into.update(names)
         derived.__dict__.update(graph=graph, names=names, back=back, number=self._made)
         return derived
 
     def _keep(self, key: Key, operand: Tensor, factor: Use) -> None:
         if isinstance(operand, self._private):
-            self.factors[self._name_of[id(operand)]][key] = factor
+            name = self._name_of[id(operand)]
+            if name in self._handed_over:
+                raise NotCovered(f"{name} is used again after its gradient was summed; {_ONCE}")
+            self.factors[name][key] = factor
         else:
             number: int = operand.__dict__["number"]
             self._reached.setdefault(number, (operand, []))[1].append(factor)
 
-    def finish(self) -> Factors:
-        """Take what reached functions of parameters back to the parameters, the last made first."""
+    def _came_back(self, names: tuple[str, ...]) -> None:
+        """Count a use of these parameters, and hand over those of which it was the last."""
+        for name in names if self._hand_over is not None else ():
+            self._due[name] -= 1
+            if self._due[name] == 0 and name not in self._made_into:
+                assert self._hand_over is not None
+                uses, self.factors[name] = self.factors[name], {}
+                self._handed_over.add(name)
+                self._hand_over(name, uses)
+
+    @contextmanager
+    def handing_over(self, hand_over: HandOver) -> Iterator[None]:
+        """For one backward pass, part with a parameter's uses as soon as all have come back.
+
+        The pass may be repeated over the same graph. What comes back late is left to `finish`.
+        """
+        due = self._due.copy()
+        self._hand_over, self._handed_over = hand_over, set()
+        self.factors = {name: {} for name in self.params}
+        try:
+            yield
+        finally:
+            self._hand_over, self._due = None, due
+
+    def finish(self, *, again: bool = False) -> Factors:
+        """Take what reached functions of parameters back to the parameters, the last made first.
+
+        With `again` they stay known, for another backward pass.
+        """
         with torch.no_grad(), exact_products(self.token.device), _PLAIN_TORCH():
             while self._reached:
                 number = max(self._reached)
                 derived, reached = self._reached.pop(number)
                 for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
                     self._keep((-number, slot), operand, factor)
-        factors, self.factors, self._leaves, self._cuts = self.factors, {}, {}, []
+        factors, self.factors = self.factors, {}
+        if not again:
+            self._leaves, self._cuts = {}, []
         return factors
 
     def _onwards(self, derived: Tensor, factors: list[Use]) -> Emitted:
@@ -344,6 +386,7 @@ class Tape:
 
 
 _REMEDY = "use form=dense or form=loop, or write it with operations that hushgrad doctor lists"
+_ONCE = "take its gradients by form=traced"
 _MIXING = "compute each record's loss from that record alone, or freeze the parameter"
 
 

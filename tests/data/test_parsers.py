@@ -27,7 +27,7 @@ def written(root: Path, contents: dict[str, bytes], name: str = "toy") -> Publis
 
 def idx(values: np.ndarray) -> bytes:
     sizes = b"".join(n.to_bytes(4, "big") for n in values.shape)
-    return gzip.compress(bytes((0, 0, 8, values.ndim)) + sizes + values.tobytes())
+    return gzip.compress(bytes((0, 0, 8, values.ndim)) + sizes + values.tobytes(), mtime=0)
 
 
 def pixels(*shape: int) -> np.ndarray:
@@ -71,11 +71,17 @@ WHOLE = gzip.decompress(idx(pixels(5, 4, 3)))
         (idx(pixels(5, 4, 3))[:-9], "expected images to decompress"),
         (idx(pixels(5, 4, 3))[:5], "expected images to decompress"),
         (WHOLE, "expected images to decompress"),
-        (gzip.compress(WHOLE[:-1]), "expected 60 bytes after the header of images, got 59"),
-        (gzip.compress(WHOLE + b"0"), "expected 60 bytes after the header of images, got 61"),
-        (gzip.compress(WHOLE[:16]), "expected 60 bytes after the header of images, got 0"),
-        (gzip.compress(WHOLE[:15]), "expected images to start with 0 0 8 3 and 3 sizes"),
-        (gzip.compress(b""), "got nothing"),
+        (
+            gzip.compress(WHOLE[:-1], mtime=0),
+            "expected 60 bytes after the header of images, got 59",
+        ),
+        (
+            gzip.compress(WHOLE + b"0", mtime=0),
+            "expected 60 bytes after the header of images, got 61",
+        ),
+        (gzip.compress(WHOLE[:16], mtime=0), "expected 60 bytes after the header of images, got 0"),
+        (gzip.compress(WHOLE[:15], mtime=0), "expected images to start with 0 0 8 3 and 3 sizes"),
+        (gzip.compress(b"", mtime=0), "got nothing"),
         (idx(pixels(5)), "got 00 00 08 01"),
     ],
 )

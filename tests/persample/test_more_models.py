@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import check, kinds
-from test_models import ENCODER, classifier_loss, roused, sentences, words
+from hf import ENCODER, classifier_loss, roused, sentences, words
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

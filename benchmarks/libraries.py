@@ -7,6 +7,7 @@ records up, and takes a step of SGD on the sum divided by the batch size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -55,13 +56,17 @@ def plain(workload: Workload) -> Callable[[], None]:
 
 
 class Hushgrad:
-    """This library."""
+    """This library; the frugal form takes a second backward pass and holds less."""
 
-    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+    def __init__(
+        self, workload: Workload, *, noise_multiplier: float, frugal: bool = False
+    ) -> None:
         import hushgrad as hg
         from hushgrad.noise import gaussian
+        from hushgrad.persample import auto, recomputed
 
         self.hg, self.workload = hg, workload
+        self.execution = hg.Execution(form=recomputed if frugal else auto)
         self.noise, self.rng, self.steps = gaussian(noise_multiplier), hg.Rng.from_os(), 0
         self.params = trainable(workload.model)
         self.optimizer = sgd(workload.model)
@@ -70,7 +75,9 @@ class Hushgrad:
         """The clipped sum with its bound."""
         model, loss, batch = self.workload
         clip = self.hg.abadi(CLIP_NORM)
-        return self.hg.clipped_sum(loss, self.params, batch, clip=clip, modules=(model,))
+        return self.hg.clipped_sum(
+            loss, self.params, batch, clip=clip, modules=(model,), execution=self.execution
+        )
 
     def clipped_sum(self) -> dict[str, Tensor]:
         return self.bounded().sum
@@ -202,6 +209,7 @@ class Vmap:
 
 LIBRARIES: dict[str, Callable[..., Private]] = {
     "hushgrad": Hushgrad,
+    "hushgrad-frugal": partial(Hushgrad, frugal=True),
     "opacus-hooks": OpacusHooks,
     "opacus-ghost": OpacusGhost,
     "vmap": Vmap,

@@ -140,6 +140,11 @@ def main(task: str, workload: str, library: str, repeats: int) -> dict[str, obje
         return {"refuses": reason(error)}
 
 
-if __name__ == "__main__":
-    task, workload, library, repeats = sys.argv[1:]
+def run(arguments: list[str]) -> None:
+    """Run the task that a command line names, and print its figures."""
+    task, workload, library, repeats = arguments
     sys.stdout.write(json.dumps(main(task, workload, library, int(repeats))) + "\n")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.libraries import LIBRARIES
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import SCALE, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.01  # hushgrad's norms are upper bounds, at most 1 % above their estimate
@@ -35,10 +35,16 @@ Row = dict[str, Any]
 
 
 def measure(
-    task: str, workload: str, library: str, *, repeats: int, environment: dict[str, str]
+    task: str,
+    workload: str,
+    library: str,
+    *,
+    repeats: int,
+    environment: dict[str, str],
+    module: str = "benchmarks.measure",
 ) -> Row:
     """Run one child process and return its line of JSON."""
-    command = [sys.executable, "-m", "benchmarks.measure", task, workload, library, str(repeats)]
+    command = [sys.executable, "-m", module, task, workload, library, str(repeats)]
     try:
         child = subprocess.run(
             command,
@@ -132,7 +138,8 @@ def main(
     ] = None,
 ) -> None:
     """Measure time and memory of a private step, relative to the same model's plain step."""
-    picked, compared = chosen(workloads, WORKLOADS), chosen(libraries, LIBRARIES)
+    picked = list(WORKLOADS) if workloads == "all" else chosen(workloads, WORKLOADS | SCALE)
+    compared = chosen(libraries, LIBRARIES)
     about: Row = {
         "repeats": repeats,
         "keep_memory": keep_memory,

@@ -104,15 +104,17 @@ def bert(*, dropout: bool) -> Workload:
     return Workload(model, loss, (ids, types, positions(ids), labels))
 
 
-def gpt2(*, dropout: bool) -> Workload:
-    """Hugging Face GPT-2 with its tied head, 6 layers of 384, sequence 100, batch 16."""
+def tied_gpt2(
+    *, dropout: bool, layers: int = 6, width: int = 384, length: int = 100, batch: int = 16
+) -> Workload:
+    """Hugging Face GPT-2 with its tied head, in heads of 64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=6, n_embd=384, n_head=6, use_cache=False)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, use_cache=False)
     if not dropout:
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     model = GPT2LMHeadModel(config)
-    ids = torch.randint(config.vocab_size, (16, 100))
+    ids = torch.randint(config.vocab_size, (batch, length))
 
     def loss(batch: Batch) -> Tensor:
         ids, places = batch
@@ -123,6 +125,16 @@ def gpt2(*, dropout: bool) -> Workload:
         return tokens.view(len(ids), -1).mean(dim=1)
 
     return Workload(model, loss, (ids, positions(ids)))
+
+
+def gpt2(*, dropout: bool) -> Workload:
+    """GPT-2 with 6 layers of 384, sequence 100, batch 16."""
+    return tied_gpt2(dropout=dropout)
+
+
+def gpt2_small(*, dropout: bool) -> Workload:
+    """GPT-2 small, 124 million parameters, sequence 128, batch 2."""
+    return tied_gpt2(dropout=dropout, layers=12, width=768, length=128, batch=2)
 
 
 def logistic(*, dropout: bool) -> Workload:
@@ -155,14 +167,33 @@ def lstm(*, dropout: bool) -> Workload:
     return classifier(LastStep(128, 128, 10), torch.rand(64, 50, 128), 10)
 
 
+def vit_small(*, dropout: bool) -> Workload:
+    """Hugging Face ViT, 12 layers of 384 on 224×224 pictures in patches of 16, batch 8."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=384, num_attention_heads=6, intermediate_size=1536)
+    model = ViTForImageClassification(config)
+    labels = torch.randint(2, (8,))
+
+    def loss(batch: Batch) -> Tensor:
+        pixels, labels = batch
+        return F.cross_entropy(model(pixels).logits, labels, reduction="none")
+
+    return Workload(model, loss, (torch.rand(8, 3, 224, 224), labels))
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     build.__name__: build for build in (mlp, cnn, resnet20, bert, gpt2, logistic, lstm)
 }
+SCALE: dict[str, Callable[..., Workload]] = {
+    build.__name__: build for build in (vit_small, gpt2_small)
+}
+"""Larger models, which `--workloads all` leaves out."""
 
 
 def build(name: str, *, dropout: bool = True) -> Workload:
     """Build a workload in training mode from a fixed seed; `dropout=False` sets it to 0."""
     torch.manual_seed(0)
-    workload = WORKLOADS[name](dropout=dropout)
+    workload = (WORKLOADS | SCALE)[name](dropout=dropout)
     workload.model.train()
     return workload

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
-from hushgrad.persample.settled import Gradient, settle, sharing_rows
+from hushgrad.persample.gram import sharing_rows
+from hushgrad.persample.settled import Gradient, settle
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]

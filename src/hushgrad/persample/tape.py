@@ -14,9 +14,8 @@ factors and is never written out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,20 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.numerics import exact_products, wide
+from hushgrad.persample.call import Back, Call, Emitted, Rules, Saves
 from hushgrad.persample.calls import map_in, name_of, tensors_in, writes_in_place
 from hushgrad.persample.factors import Dense, Use
 from hushgrad.persample.gradients import Factors, Key
-from hushgrad.persample.layout import Layout
 from hushgrad.persample.sites import Guide, Place
 from hushgrad.types import NotCovered, Params, Refused
 
-Emitted = Iterable[tuple[Tensor, Use]]
-Saves = tuple[tuple[Tensor, ...], Callable[..., Emitted]]
-"""What a rule returns: the tensors to keep, and how they and the output's gradient become factors
-of the operands. The factors are made inside the backward pass: `emit(gradient, *kept)`."""
-Back = Callable[[Use], "list[tuple[Tensor, Use]] | None"]
-"""How a factor of a function of parameters goes back to its operands; None if it must be written
-out first and pulled through the function's own graph."""
 HandOver = Callable[[str, dict[Key, Use]], None]
 """What is done with a parameter's uses once all of them are there."""
 
@@ -65,36 +57,6 @@ class _Tap(torch.autograd.Function):
         kept = ctx.saved_tensors  # checkpointing lets them be read once
         ctx.record(gradient, *kept)
         return (gradient, *[None] * (2 + len(kept)))
-
-
-@dataclass
-class Call:
-    """One intercepted operation on a batch, as its rule sees it."""
-
-    tape: Tape
-    function: Callable[..., Any]
-    batch: int
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    places: dict[int, Place]
-    output: Place = field(init=False)
-    runs_again: bool = False  # set by the rule that repeats the operation on the way back
-
-    def private(self, x: Any) -> bool:
-        """Is this argument a private parameter, or a function of some?"""
-        return isinstance(x, self.tape.operands)
-
-    def layout(self, x: Tensor) -> Layout | None:
-        """Where the records are in this argument."""
-        return self.places[id(x)].layout
-
-    @property
-    def out(self) -> Layout:
-        """Where the records are in the result; known once the operation has run."""
-        assert self.output.layout is not None
-        return self.output.layout
-
-
-Rule = Callable[..., "Saves | None"]
 
 
 class Tape:
@@ -388,22 +350,6 @@ class Tape:
 _REMEDY = "use form=dense or form=loop, or write it with operations that hushgrad doctor lists"
 _ONCE = "take its gradients by form=traced"
 _MIXING = "compute each record's loss from that record alone, or freeze the parameter"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How operations become factors: on records, spread over the batch, and on parameters alone.
-
-    `cut` computes a function of parameters whose own graph is not needed, since its way back takes
-    every factor; `back` is the way back, for some factors, through one that has its graph. What
-    has a decomposition is run as simpler operations, which are seen in turn.
-    """
-
-    on_records: Callable[[Call, str, Any, Any], Saves]
-    on_spread: Callable[[Call, str, Any, Any], Saves]
-    cut: Callable[[Call, Any, Any], tuple[Tensor, Back] | None]
-    back: Callable[[Call, str, Tensor], Back | None]
-    decompositions: Mapping[Any, Callable[..., Any]]
 
 
 @classmethod  # type: ignore[misc]

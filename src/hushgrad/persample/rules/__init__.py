@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hushgrad.persample.call import Call, Rules, Saves
 from hushgrad.persample.rules import (  # noqa: F401  (they register)
     attention,
     linear,
@@ -23,7 +24,6 @@ from hushgrad.persample.rules.arithmetic import on_spread
 from hushgrad.persample.rules.general import by_derivative
 from hushgrad.persample.rules.registry import DECOMPOSITIONS, REGISTERED
 from hushgrad.persample.rules.weights import back, cut
-from hushgrad.persample.tape import Call, Rules, Saves
 
 
 def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.calls import writes_in_place
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.rules.registry import rule
-from hushgrad.persample.tape import Call, Emitted, Saves
 from hushgrad.types import NotCovered
 
 _Local = Callable[[Tensor, Tensor | None, Tensor], Tensor]

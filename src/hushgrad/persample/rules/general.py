@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.calls import map_in, tensors_in, writes_in_place
 from hushgrad.persample.factors import Dense
-from hushgrad.persample.tape import Call, Emitted, Saves
 from hushgrad.types import NotCovered
 
 

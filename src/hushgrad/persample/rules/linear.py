@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.convolution import convolution_factor, each, geometry
 from hushgrad.persample.factors import Dense, Factor, Outer
 from hushgrad.persample.rules.arithmetic import sum_to
 from hushgrad.persample.rules.registry import rule
-from hushgrad.persample.tape import Call, Emitted, Saves
 
 
 @rule("linear")

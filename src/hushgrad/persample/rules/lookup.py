@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hushgrad.persample.call import Back, Call, Emitted, Saves
 from hushgrad.persample.factors import Factor, OneHot, Use
 from hushgrad.persample.rules.registry import decomposition, rule
 from hushgrad.persample.sites import Unforeseen
-from hushgrad.persample.tape import Back, Call, Emitted, Saves
 from hushgrad.types import Refused
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.factors import Dense, Factor, Outer
 from hushgrad.persample.rules.registry import rule
-from hushgrad.persample.tape import Call, Emitted, Saves
 
 
 @rule("einsum")

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from hushgrad.persample.call import Call, Saves
 from hushgrad.persample.recurrence import Gru, Kind, Lstm, Rnn, Unrolled, Weights, before
 from hushgrad.persample.rules.linear import linear
 from hushgrad.persample.rules.registry import REGISTERED, decomposition
-from hushgrad.persample.tape import Call, Saves
 from hushgrad.types import NotCovered
 
 

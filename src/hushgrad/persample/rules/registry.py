@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hushgrad.persample.tape import Rule
+from hushgrad.persample.call import Rule
 
 Decomposition = Callable[..., Any]
 

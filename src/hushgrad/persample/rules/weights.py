@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hushgrad.numerics import wide
+from hushgrad.persample.call import Back, Call
 from hushgrad.persample.calls import first_row
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, rows_of
 from hushgrad.persample.rules.lookup import fixed_lookup
-from hushgrad.persample.tape import Back, Call
 
 _CASTS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"}

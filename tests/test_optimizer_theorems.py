@@ -48,7 +48,7 @@ class SharedDraws(Rng):
 
     def derive(self, *labels: Label) -> Rng:
         purpose, *rest = labels
-        kept = [] if purpose == "sampling" else [x for x in rest if not isinstance(x, bytes)]
+        kept = [] if purpose == "sampling" else [x for x in rest if isinstance(x, int)]
         return SharedDraws(super().derive(purpose, *kept)._key, reproducible=True)
 
 

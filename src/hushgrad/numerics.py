@@ -97,7 +97,8 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
     if body:
         estimate = estimate + _square_norm(flat[:, :body].unflatten(1, (-1, _CHUNK))).sum(1)
     # Rounding of a run, and at most the smallest normal number for each square that underflows.
-    slack = (_CHUNK + 8) * rounding(x.dtype) * estimate + count * torch.finfo(x.dtype).tiny
+    slack = (min(_CHUNK, count) + 8) * rounding(x.dtype) * estimate
+    slack += count * torch.finfo(x.dtype).tiny
     if not bool(estimate.all()):  # a vector that is zero exactly has nothing to lose
         none = (estimate == 0).nonzero().flatten()
         slack[none] = torch.where((flat[none] == 0).all(1), 0.0, slack[none])

@@ -56,8 +56,8 @@ def masked_loss(model: nn.Module) -> Loss:
 
 
 def words(length: int = LENGTH) -> dict[str, Tensor]:
-    """Records of different lengths, padded on the right."""
-    lengths = torch.arange(BATCH) % (length - 2) + 3
+    """Records of different lengths, all padded on the right."""
+    lengths = torch.arange(BATCH) % (length - 3) + 3
     kept = (torch.arange(length) < lengths[:, None]).long()
     ids = torch.randint(2, VOCABULARY, (BATCH, length)) * kept + (1 - kept)
     return {"input_ids": ids, "attention_mask": kept}

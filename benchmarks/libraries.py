@@ -92,7 +92,7 @@ class Hushgrad:
         self.steps += 1
         batch_size = len(self.workload.batch[0])
         for name, value in values.items():
-            self.params[name].grad = (value / batch_size).to(self.params[name].dtype)
+            self.params[name].grad = value.div_(batch_size).to(self.params[name].dtype)
         self.optimizer.step()
 
 

@@ -85,7 +85,7 @@ class Recomputed(Gradients):
         }
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
-        sums = {name: wide(torch.zeros_like(p)) for name, p in self._params.items()}
+        sums: dict[str, Tensor] = {}
         padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
         finite = all_finite(self._all.values())
 
@@ -101,7 +101,10 @@ class Recomputed(Gradients):
             self._pass_back(add, again=False)
         self._graph = None
         refuse_kept(self._others)
-        return sums
+        return {
+            name: sums[name] if name in sums else wide(torch.zeros_like(p))
+            for name, p in self._params.items()
+        }
 
     def __rmul__(self, factor: float) -> Recomputed:
         scaled = copy.copy(self)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from uses import Uses, loss_of, weigh
 
 from hushgrad.numerics import inner_products
-from hushgrad.persample import auto, per_sample, settled, traced
+from hushgrad.persample import auto, gram, per_sample, traced
 from hushgrad.types import Refused
 
 BATCH, TIME, INPUTS, HIDDEN = 5, 6, 4, 3
@@ -245,7 +245,7 @@ def test_the_gates_of_both_weights_are_multiplied_once(monkeypatch: pytest.Monke
         widths.append(x.shape[-1])
         return inner_products(x, y, chunk)
 
-    monkeypatch.setattr(settled, "inner_products", seen)
+    monkeypatch.setattr(gram, "inner_products", seen)
     assert gradients.squares.keys() == {"weight_ih_l0", "weight_hh_l0"}
     assert sorted(widths) == [32, 32, 4 * 32]
 

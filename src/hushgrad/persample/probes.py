@@ -8,6 +8,7 @@ from torch import Tensor
 from hushgrad.persample import records
 from hushgrad.types import Batch, Params
 
+_DRAWS = 8
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 
 
@@ -34,10 +35,17 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     known = distinct(chosen)
     if len(known) == most:
         return chosen
+    own = records.take(chosen, known)
     repeated = records.take(chosen, [known[i % len(known)] for i in range(most - len(known))])
-    varied = records.map_tensors(lambda x: _vary(x, generator), repeated)
-    parts = iter(records.tensors(varied))
-    return records.map_tensors(lambda x: torch.cat([x, next(parts)]), records.take(chosen, known))
+    # Whole numbers from a narrow range may come out as they were: several draws, the best counts.
+    drawn = [_joined(own, repeated, generator) for _ in range(_DRAWS)]
+    return max(drawn, key=lambda few: len(distinct(few)))
+
+
+def _joined(own: Batch, repeated: Batch, generator: torch.Generator) -> Batch:
+    """Records, and variations of others behind them."""
+    varied = iter(records.tensors(records.map_tensors(lambda x: _vary(x, generator), repeated)))
+    return records.map_tensors(lambda x: torch.cat([x, next(varied)]), own)
 
 
 def variations(batch: Batch) -> Batch:

@@ -129,7 +129,7 @@ def memory(workload: str, library: str) -> int:
     give_back_freed_memory()
     was_reset = reset_peak()
     step()
-    return peak_bytes(was_reset=was_reset) - start
+    return max(peak_bytes(was_reset=was_reset) - start, 0)
 
 
 def reason(error: Exception) -> str:

@@ -65,7 +65,7 @@ class Execution:
         """
         size = count(batch)
         step = min(max((self.micro_batch or LARGEST_SUM) // rows, 1), LARGEST_SUM)
-        yield cut(batch, 0, min(step, size))
+        yield batch if size <= step else cut(batch, 0, step)
         for start in range(step, size, step):
             with restored({}, modules):
                 yield cut(batch, start, min(start + step, size))

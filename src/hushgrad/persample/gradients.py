@@ -82,7 +82,10 @@ class Gradients:
             return largest, {name: gradient.square for name, gradient in self.settled.items()}
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
-        return {name: square.upper for name, square in self.squares.items()}
+        squares = self.squares
+        estimate, slack = (torch.cat(parts) for parts in zip(*squares.values(), strict=True))
+        uppers = Square(estimate, slack).upper.view(len(squares), self.batch)
+        return dict(zip(squares, uppers, strict=True))
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
         self.require_unwritten()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hushgrad.numerics import inner_products, rounding, square_norms
+from hushgrad.numerics import inner_products, raw_square_norms, rounding
 from hushgrad.persample.factors import OneHot, Outer
 
 
@@ -32,6 +32,11 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
     cover `square_norms`, which takes over at t = 1); products that underflow add at most the
     smallest normal number for each column.
     """
+    return nothing_lost_at_zero(raw_gram_square(factors), factors)
+
+
+def raw_gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
+    """The same without a look at any value, as a compiled program needs it."""
     if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].positions == 1:
         return _outer_product_square(factors[0])
     chunk = _chunk(sum(factor.positions for factor in factors))
@@ -57,15 +62,21 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
     u = rounding(factors[0].b.dtype)
     # Two uses also underflow against each other; 2·count bounds the mixed terms by the own ones.
     slack = columns * u * length.square() + 2 * len(factors) * lost
-    if not bool(estimate.all()):  # a gradient that is zero exactly has nothing to lose
-        gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
-        slack, length = slack.masked_fill(gone, 0), length.masked_fill(gone, 0)
     return GramSquare(estimate, slack, length, largest)
+
+
+def nothing_lost_at_zero(found: GramSquare, factors: tuple[Outer | OneHot, ...]) -> GramSquare:
+    """A gradient that is zero exactly has no slack."""
+    if bool(found.estimate.all()):
+        return found
+    gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
+    slack, length = (part.masked_fill(gone, 0) for part in (found.slack, found.length))
+    return found._replace(slack=slack, length=length)
 
 
 def _outer_product_square(factor: Outer) -> GramSquare:
     """One position: `|b (x) a|² = |b|² |a|²`, in which nothing cancels."""
-    (a, slack_a), (b, slack_b) = square_norms(factor.a), square_norms(factor.b)
+    (a, slack_a), (b, slack_b) = raw_square_norms(factor.a), raw_square_norms(factor.b)
     estimate = a * b
     slack = slack_a * (b + slack_b) + a * slack_b + 4 * rounding(a.dtype) * estimate
     largest = torch.maximum(a + slack_a, b + slack_b).sqrt()
@@ -98,7 +109,7 @@ def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
 
 def _gram(x: Tensor, chunk: int) -> Tensor:
     if x.shape[1] == 1:
-        return square_norms(x).estimate[:, None, None]
+        return raw_square_norms(x).estimate[:, None, None]
     recent = _recent.get()
     if recent is None:
         return inner_products(x, x, chunk)

@@ -16,13 +16,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hushgrad.numerics import Square, square_norms
+from hushgrad.numerics import Square, nothing_lost_at_zero, raw_square_norms, square_norms
+from hushgrad.persample import gram
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
-from hushgrad.persample.gram import gram_square, width_of
+from hushgrad.persample.gram import GramSquare, gram_square, raw_gram_square, width_of
 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
 """Floating-point operations (memory traffic converted), and bytes held."""
+Raw = Square | GramSquare
+"""Norms as they come from arithmetic alone, before any of them is looked at."""
 
 
 class Materialised:
@@ -31,15 +34,26 @@ class Materialised:
     form = "materialised"
     measured = None
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, factors: tuple[Factor, ...], shape: Shape, raw: Raw | None = None) -> None:
+        self._shape, self._raw = shape, raw
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
+
+    @property
+    def held(self) -> tuple[Dense, ...]:
+        """What it consists of."""
+        return (self._dense,)
+
+    @property
+    def raw(self) -> Square:
+        if isinstance(self._raw, Square):
+            return self._raw
+        return raw_square_norms(self._dense.values)
 
     @cached_property
     def square(self) -> Square:
         """Certified squares; a record that under- or overflows float32 is redone in float64."""
-        estimate, slack = square_norms(self._dense.values)
+        estimate, slack = nothing_lost_at_zero(self.raw, self._dense.values)
         for i in _loose_records(Square(estimate, slack)):
             exact = square_norms(self._dense.record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
@@ -73,18 +87,26 @@ class Gram:
     form = "Gram"
 
     def __init__(
-        self, factors: tuple[Outer | OneHot, ...], shape: Shape, known: Measured | None = None
+        self,
+        factors: tuple[Outer | OneHot, ...],
+        shape: Shape,
+        raw: Raw | None = None,
+        known: Measured | None = None,
     ) -> None:
-        self._factors, self._shape, self._known = factors, shape, known
+        self.held, self._shape, self._raw, self._known = factors, shape, raw, known
+
+    @property
+    def raw(self) -> GramSquare:
+        return self._raw if isinstance(self._raw, GramSquare) else raw_gram_square(self.held)
 
     @cached_property
     def measured(self) -> Measured:
         """The norms, and what the sum must mind."""
         if self._known is not None:
             return self._known
-        estimate, slack, length, largest = gram_square(self._factors)
+        estimate, slack, length, largest = gram.nothing_lost_at_zero(self.raw, self.held)
         for i in _loose_records(Square(estimate, slack)):
-            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
+            wide = tuple(_one_in_double(factor, i) for factor in self.held)
             finer = gram_square(wide)
             estimate[i], slack[i], length[i], largest[i] = (part[0] for part in finer)
         cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
@@ -104,7 +126,7 @@ class Gram:
         return self.measured.square
 
     def _record(self, index: int) -> Tensor:
-        parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
+        parts = [factor.record(index).reshape(self._shape) for factor in self.held]
         return torch.stack(parts).sum(0)
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
@@ -114,7 +136,7 @@ class Gram:
         apart = sorted({*fragile, *_indices(too_large)})
         places = torch.tensor(apart, dtype=torch.long, device=weights.device)
         factored = weights.index_fill(0, places, 0) if apart else weights
-        factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
+        factors = self.held if keep is None else [f.masked(keep) for f in self.held]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         for i in apart:
@@ -178,24 +200,27 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(uses: tuple[Use, ...], shape: Shape, known: Known = None) -> Gradient:
+def settle(
+    uses: tuple[Use, ...], shape: Shape, raw: Raw | None = None, known: Known = None
+) -> Gradient:
     """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost.
 
-    `known` is what was `measured` when the same uses were settled before.
+    `raw` are its norms where they were computed already, and `known` what was `measured` when the
+    same uses were settled before.
     """
     blocks = _blocks(uses)
     if blocks:
         before = known if isinstance(known, dict) else {}
         held = {
-            rows.start: settle(block, _some(rows, shape), before.get(rows.start))
+            rows.start: settle(block, _some(rows, shape), known=before.get(rows.start))
             for rows, block in blocks.items()
         }
         return Stacked(held, shape)
     factored = _joined(uses)
     if _cheaper(factored, shape) == "Gram":
         products = tuple(f for f in factored if not isinstance(f, Dense))
-        return Gram(products, shape, known if isinstance(known, Measured) else None)
-    return Materialised(factored, shape)
+        return Gram(products, shape, raw, known if isinstance(known, Measured) else None)
+    return Materialised(factored, shape, raw)
 
 
 def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:

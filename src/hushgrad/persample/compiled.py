@@ -12,6 +12,7 @@ beside other records, at other places, and in programs for other numbers of reco
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -326,8 +327,10 @@ def _machine_code(recorded: fx.GraphModule, inputs: tuple[Any, ...]) -> Callable
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    settings = config.patch(fallback_random=True, layout_optimization=False)
     try:
-        with torch.no_grad(), config.patch(fallback_random=True, layout_optimization=False):
+        with torch.no_grad(), settings, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about parts of it that are to go
             code: Any = compile_fx(recorded, list(inputs))
     except Exception as error:
         _log.warning("operations are replayed one by one: no machine code, %s", first_line(error))

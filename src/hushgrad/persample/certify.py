@@ -156,7 +156,7 @@ def _certify_form(
     return run, sites
 
 
-_FINEST_SHARE = 16
+_FINEST_SHARE = 24  # not a power of two: batches near one should all get the same multiple
 
 
 def _coarse(multiple: int, size: int) -> int:

@@ -90,6 +90,7 @@ class Hushgrad:
     def step(self) -> None:
         from hushgrad.noise import release
 
+        self.optimizer.zero_grad()
         total = self.bounded()
         values = total.sum
         if self.noise.noise_multiplier:

@@ -103,6 +103,8 @@ class Run:
         self._require_same_parameters()
         self._require_watched(watch)
         self._drawn = None
+        for p in self._params.values():
+            p.grad = None  # the last step's, which would only take memory
         step = self._position - 1
         with _own_randomness(self._memory.rng.derive("model", step)):
             released = private_gradient(

@@ -106,7 +106,7 @@ def certificate_for(
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
     step = certificate.steps + 1
-    subject = replace(subject, free_buffers=certificate.free_buffers)
+    subject = _as_certified(subject, certificate)
     try:
         if certificate.padded(size) > certificate.largest:
             extend(certificate, subject, batch, size)
@@ -132,9 +132,14 @@ def _run(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients 
         return run_certified(certificate, subject, batch)
 
 
+def _as_certified(subject: Subject, certificate: Certificate) -> Subject:
+    free = certificate.free_buffers
+    return subject if subject.free_buffers == free else replace(subject, free_buffers=free)
+
+
 def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
-    subject = replace(subject, free_buffers=certificate.free_buffers)
+    subject = _as_certified(subject, certificate)
     size = records.count(batch)
     padded = certificate.padded(size)
     whole = records.pad(batch, size, padded)

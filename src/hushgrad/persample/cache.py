@@ -79,7 +79,7 @@ def _switches(module: nn.Module) -> tuple[Hashable, ...]:
 
     Numbers are left out: a module may count its own passes in one.
     """
-    plain = (x for x in vars(module).values() if isinstance(x, bool | str))
+    plain = (x for x in vars(module).values() if isinstance(x, (bool, str)))
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (id(type(module)), *plain, *map(id, hooks))
 
@@ -119,7 +119,7 @@ def _value(x: Any) -> Hashable:
     Of a real number only the sign counts: one that varies from step to step (an annealed weight)
     is no reason to start anew, one that was zero is.
     """
-    if isinstance(x, bool | int | str | bytes | CodeType | type(None)):
+    if isinstance(x, (bool, int, str, bytes, CodeType, type(None))):
         return (type(x), x)
     if isinstance(x, float):
         return (float, (x > 0) - (x < 0))

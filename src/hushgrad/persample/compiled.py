@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,10 +25,10 @@ from hushgrad.numerics import exact_products
 from hushgrad.persample import records
 from hushgrad.persample.factors import Use
 from hushgrad.persample.gradients import Gradients, Key
-from hushgrad.persample.gram import sharing_rows
+from hushgrad.persample.gram import Rough, sharing_rows
 from hushgrad.persample.oracle import Precision, apart, differs
 from hushgrad.persample.probes import beside_others
-from hushgrad.persample.settled import Raw, Stacked, settle
+from hushgrad.persample.settled import Stacked, settle
 from hushgrad.persample.sites import Replaying, Site, Unforeseen
 from hushgrad.persample.subject import Subject, contents
 from hushgrad.persample.traced import trace
@@ -228,25 +228,19 @@ class _Draws:
 
 @dataclass(frozen=True)
 class _Held:
-    """How some outputs of a program make one parameter's gradient: its uses, and its raw norms."""
+    """How some outputs of a program make one parameter's gradient: its uses, and rough norms."""
 
     name: str
     uses: dict[Key, Use]  # of tensors without memory
-    raw: type[Raw] | None
+    rough: list[str]  # the norms' fields that there are
 
-    def rebuilt(self, tensors: list[Tensor]) -> tuple[dict[Key, Use], Raw | None]:
-        """Take the tensors from the front of the list."""
+    def rebuilt(self, tensors: Iterator[Tensor]) -> tuple[dict[Key, Use], Rough | None]:
+        """Take the next of the outputs."""
         uses = {
-            key: use.with_parts(_taken(tensors, len(use.parts))) for key, use in self.uses.items()
+            key: use.with_parts([next(tensors) for _ in use.parts])
+            for key, use in self.uses.items()
         }
-        raw = None if self.raw is None else self.raw(*_taken(tensors, len(self.raw._fields)))
-        return uses, raw
-
-
-def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
-    taken = tensors[:count]
-    del tensors[:count]
-    return taken
+        return uses, Rough(**{field: next(tensors) for field in self.rough}) if self.rough else None
 
 
 @dataclass(frozen=True)
@@ -258,11 +252,12 @@ class _Program:
         with torch.no_grad(), exact_products(next(iter(current.params.values())).device):
             losses, *tensors = self.code(*inputs)
         factors: dict[str, dict[Key, Use]] = {name: {} for name in current.params}
-        known: dict[str, Raw] = {}
+        known: dict[str, Rough] = {}
+        outputs = iter(tensors)
         for held in self.layout:
-            factors[held.name], raw = held.rebuilt(tensors)
-            if raw is not None:
-                known[held.name] = raw
+            factors[held.name], rough = held.rebuilt(outputs)
+            if rough is not None:
+                known[held.name] = rough
         own = losses[: current.size]
         return losses, Gradients(factors, current.params, own, current.padded, known)
 
@@ -297,7 +292,7 @@ def _only(outputs: tuple[Any, ...]) -> Tensor:
 
 
 def _measured(gradients: Gradients, params: Params) -> tuple[list[_Held], list[Tensor]]:
-    """Settle every gradient and take its raw norms, as tensors and how to put them together."""
+    """Settle every gradient and take its rough norms, as tensors and how to put them together."""
     layout: list[_Held] = []
     tensors: list[Tensor] = []
     with torch.no_grad(), exact_products(gradients.losses.device), sharing_rows():
@@ -306,15 +301,17 @@ def _measured(gradients: Gradients, params: Params) -> tuple[list[_Held], list[T
                 continue
             settled = settle(tuple(found.values()), tuple(params[name].shape))
             uses: dict[Key, Use] = dict(found)
-            raw: Raw | None = None
+            rough: dict[str, Tensor | None] = {}
             if not isinstance(settled, Stacked):
-                uses, raw = {(i,): use for i, use in enumerate(settled.held)}, settled.raw
+                uses = {(i,): use for i, use in enumerate(settled.held)}
+                rough = settled.rough._asdict()
+            norms = {field: x for field, x in rough.items() if x is not None}
             tensors += [x for use in uses.values() for x in use.parts]
-            tensors += raw or ()
+            tensors += norms.values()
             shapes = {
                 key: use.with_parts([x.to("meta") for x in use.parts]) for key, use in uses.items()
             }
-            layout.append(_Held(name, shapes, None if raw is None else type(raw)))
+            layout.append(_Held(name, shapes, list(norms)))
     return layout, tensors
 
 

@@ -54,8 +54,8 @@ class Dense:
         return self.values
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
-        total: Tensor = torch.tensordot(weights.to(self.values.dtype), self.values, 1)
-        return total
+        values = self.values.reshape(self.batch, -1)
+        return (weights.to(values.dtype) @ values).reshape(self.values.shape[1:])
 
     def masked(self, keep: Tensor) -> Dense:
         """Replace the dropped records' gradients by zero, nan included."""
@@ -109,7 +109,7 @@ class Outer:
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
-        a, b, w = self.a, self.b, weights.to(self.a.dtype)[:, None, None]
+        a, b, w = self.a, self.b, weights.to(self.a.dtype).view(-1, 1, 1)
         a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
         return b.flatten(0, 1).mT @ a.flatten(0, 1)
 

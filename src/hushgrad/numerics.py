@@ -87,6 +87,11 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
     Runs of 256 entries are reduced in the vector's own type, the runs in float64; a float32
     reduction of 38 million entries in one go was seen to come out 0.27 % low.
     """
+    return nothing_lost_at_zero(raw_square_norms(x), x)
+
+
+def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
+    """Squared norms without a look at any value, as a compiled program needs them."""
     flat = x.reshape(len(x), -1)
     count = flat.shape[1]
     body = count - count % _CHUNK
@@ -97,11 +102,17 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
         estimate = estimate if body == count else estimate.add_(_square_norm(flat[:, body:]))
     # Rounding of a run, and at most the smallest normal number for each square that underflows.
     slack = (min(_CHUNK, count) + 8) * rounding(x.dtype) * estimate
-    slack += count * torch.finfo(x.dtype).tiny
-    if not bool(estimate.all()):  # a vector that is zero exactly has nothing to lose
-        none = (estimate == 0).nonzero().flatten()
-        slack[none] = torch.where((flat[none] == 0).all(1), 0.0, slack[none])
-    return Square(estimate, slack)
+    return Square(estimate, slack + count * torch.finfo(x.dtype).tiny)
+
+
+def nothing_lost_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
+    """A vector that is zero exactly has no slack."""
+    estimate, slack = square
+    if bool(estimate.all()):
+        return square
+    none = (estimate == 0).nonzero().flatten()
+    zero = (x[none].reshape(len(none), -1) == 0).all(1)
+    return Square(estimate, slack.index_fill(0, none[zero], 0))
 
 
 def _square_norm(runs: Tensor) -> Tensor:

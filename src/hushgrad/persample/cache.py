@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from hushgrad.persample import records
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.forms import Form
-from hushgrad.persample.subject import Subject
+from hushgrad.persample.subject import Subject, contents
 from hushgrad.types import Batch
 
 Key = tuple[Hashable, ...]
@@ -102,7 +102,7 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     if code is None:  # a module, or another object that can be called
         own = {} if isinstance(loss, nn.Module) else getattr(loss, "__dict__", {})
         return [loss, *own.values()]
-    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    cells = [contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     known = function.__globals__
     names = [known[name] for name in code.co_names if name in known]
@@ -111,13 +111,6 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     inner = [held for x in found if isinstance(x, FunctionType) for held in _held(x, seen)]
     plain = [x for x in found if not isinstance(x, FunctionType)]
     return [code, *bound, *plain, *inner]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 def _value(x: Any) -> Hashable:

@@ -25,6 +25,9 @@ class Dense:
     def parts(self) -> tuple[Tensor, ...]:
         return (self.values,)
 
+    def with_parts(self, parts: list[Tensor]) -> Dense:
+        return Dense(*parts)
+
     @property
     def batch(self) -> int:
         return self.values.shape[0]
@@ -69,6 +72,9 @@ class Outer:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.a, self.b)
+
+    def with_parts(self, parts: list[Tensor]) -> Outer:
+        return Outer(*parts)
 
     @property
     def batch(self) -> int:
@@ -122,6 +128,10 @@ class OneHot:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.index, self.b)
+
+    def with_parts(self, parts: list[Tensor]) -> OneHot:
+        index, b = parts
+        return replace(self, index=index, b=b)
 
     @property
     def batch(self) -> int:
@@ -179,6 +189,9 @@ class Rows:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return self.inner.parts
+
+    def with_parts(self, parts: list[Tensor]) -> Rows:
+        return replace(self, inner=self.inner.with_parts(parts))
 
     @property
     def batch(self) -> int:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
-from hushgrad.persample.gram import sharing_rows
+from hushgrad.persample.gram import Rough, sharing_rows
 from hushgrad.persample.settled import LARGEST_PRODUCT, Gradient, measure, settle
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
 Factors = Mapping[str, Mapping[Key, Use]]
 """For each parameter the factors of its uses, by call site."""
+_NONE: Mapping[str, Rough] = {}
 
 
 class Gradients:
@@ -30,9 +31,14 @@ class Gradients:
     """
 
     def __init__(
-        self, factors: Factors, params: Params, losses: Float[Tensor, " batch"], padded: int
+        self,
+        factors: Factors,
+        params: Params,
+        losses: Float[Tensor, " batch"],
+        padded: int,
+        rough: Mapping[str, Rough] = _NONE,
     ) -> None:
-        self.factors, self._params = factors, params
+        self.factors, self._params, self._rough = factors, params, rough
         self._losses, self._padded = losses, padded
         self.form = ""  # the form that they were taken in, where there is one
         self._versions = _versions(self.held())
@@ -51,7 +57,9 @@ class Gradients:
         """Each parameter's gradient as it is held; a parameter that nothing used is absent."""
         with torch.no_grad(), exact_products(self._losses.device):
             return {
-                name: settle(tuple(uses.values()), tuple(self._params[name].shape))
+                name: settle(
+                    tuple(uses.values()), tuple(self._params[name].shape), self._rough.get(name)
+                )
                 for name, uses in self.factors.items()
                 if uses
             }

@@ -18,20 +18,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.numerics import Square, square_norms
+from hushgrad.numerics import nothing_lost_at_zero as unless_zero
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
-from hushgrad.persample.gram import gram_square, norms_of, width_of
+from hushgrad.persample.gram import Rough, gram_square, norms_of, nothing_lost_at_zero, width_of
 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
 """Floating-point operations (memory traffic converted), and bytes held."""
-
-
-class Rough(NamedTuple):
-    """Squared norms before any record was looked at, and what can be said against them."""
-
-    square: Square
-    length: Tensor | None = None  # S = sum_t |a_t| |b_t|, where factors may cancel
-    largest: Tensor | None = None  # the square of no entry of a factor is above this
 
 
 class Materialised:
@@ -40,8 +33,12 @@ class Materialised:
     form = "materialised"
     measured = None
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
+    def __init__(
+        self, factors: tuple[Factor, ...], shape: Shape, rough: Rough | None = None
+    ) -> None:
         self._shape = shape
+        if rough is not None:
+            self.rough = rough
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
@@ -49,9 +46,14 @@ class Materialised:
     def leaves(self) -> list[Materialised | Gram]:
         return [self]
 
+    @property
+    def held(self) -> tuple[Dense, ...]:
+        """What it consists of."""
+        return (self._dense,)
+
     @cached_property
     def rough(self) -> Rough:
-        return Rough(norms_of(self._dense.values))
+        return Rough(*norms_of(self._dense.values))
 
     def believe(self) -> None:
         """Take the rough squares as they are."""
@@ -60,7 +62,7 @@ class Materialised:
     @cached_property
     def square(self) -> Square:
         """Certified squares; a record that under- or overflows float32 is redone in float64."""
-        square = self.rough.square
+        square = unless_zero(self.rough.square, self._dense.values)
         loose = _indices(square.loose)
         if not loose:
             return square
@@ -100,9 +102,15 @@ class Gram:
     form = "Gram"
 
     def __init__(
-        self, factors: tuple[Outer | OneHot, ...], shape: Shape, known: Measured | None = None
+        self,
+        factors: tuple[Outer | OneHot, ...],
+        shape: Shape,
+        rough: Rough | None = None,
+        known: Measured | None = None,
     ) -> None:
-        self._factors, self._shape, self._known = factors, shape, known
+        self.held, self._shape, self._known = factors, shape, known
+        if rough is not None:
+            self.rough = rough
 
     @property
     def leaves(self) -> list[Materialised | Gram]:
@@ -110,28 +118,27 @@ class Gram:
 
     @cached_property
     def rough(self) -> Rough:
-        estimate, slack, length, largest = gram_square(self._factors)
-        return Rough(Square(estimate, slack), length, largest)
+        return gram_square(self.held)
 
     def believe(self) -> None:
         """Take the rough squares as they are."""
-        square, _, largest = self.rough
-        assert largest is not None
-        self.measured = Measured(square, largest, [])
+        assert self.rough.largest is not None
+        self.measured = Measured(self.rough.square, self.rough.largest, [])
 
     @cached_property
     def measured(self) -> Measured:
         """The norms, and what the sum must mind."""
         if self._known is not None:
             return self._known
-        (estimate, slack), length, largest = self.rough
-        assert largest is not None
+        rough = nothing_lost_at_zero(self.rough, self.held)
+        estimate, slack, length, largest = (None if x is None else x.clone() for x in rough)
+        assert estimate is not None and slack is not None and largest is not None
         for i in _indices(Square(estimate, slack).loose):
-            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
-            finer = gram_square(wide)
-            estimate[i], slack[i], largest[i] = finer.estimate[0], finer.slack[0], finer.largest[0]
-            if length is not None and finer.length is not None:
-                length[i] = finer.length[0]
+            wide = tuple(_one_in_double(factor, i) for factor in self.held)
+            finer = nothing_lost_at_zero(gram_square(wide), wide)
+            for part, redone in zip((estimate, slack, length, largest), finer, strict=True):
+                if part is not None and redone is not None:
+                    part[i] = redone[0]
         doubtful = Square(estimate, slack).loose
         if length is not None:
             doubtful |= _cancels(length, estimate)
@@ -151,7 +158,7 @@ class Gram:
         return self.measured.square
 
     def _record(self, index: int) -> Tensor:
-        parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
+        parts = [factor.record(index).reshape(self._shape) for factor in self.held]
         return torch.stack(parts).sum(0)
 
     def weighted_sum(
@@ -166,7 +173,7 @@ class Gram:
             apart = sorted({*fragile, *_indices(too_large)})
         places = torch.tensor(apart, dtype=torch.long, device=weights.device) if apart else None
         factored = weights if places is None else weights.index_fill(0, places, 0)
-        factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
+        factors = self.held if keep is None else [f.masked(keep) for f in self.held]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         for i in apart:
@@ -223,10 +230,9 @@ def measure(gradients: Iterable[Gradient]) -> float:
     roughs = [leaf.rough for leaf in leaves]
     if not roughs:
         return 0.0
-    squares = zip(*(rough.square for rough in roughs), strict=True)
-    estimate, slack = (torch.cat(parts) for parts in squares)
+    estimate, slack = (torch.cat(part) for part in zip(*(r.square for r in roughs), strict=True))
     doubtful = Square(estimate, slack).loose.any()
-    lengths = [(r.length, r.square.estimate) for r in roughs if r.length is not None]
+    lengths = [(r.length, r.estimate) for r in roughs if r.length is not None]
     if lengths:
         length, estimate = (torch.cat(parts) for parts in zip(*lengths, strict=True))
         doubtful |= _cancels(length, estimate).any()
@@ -264,24 +270,27 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(uses: tuple[Use, ...], shape: Shape, known: Known = None) -> Gradient:
+def settle(
+    uses: tuple[Use, ...], shape: Shape, rough: Rough | None = None, known: Known = None
+) -> Gradient:
     """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost.
 
-    `known` is what was `measured` when the same uses were settled before.
+    `rough` are its norms where they were computed already, and `known` what was `measured` when
+    the same uses were settled before.
     """
     blocks = _blocks(uses)
     if blocks:
         before = known if isinstance(known, dict) else {}
         held = {
-            rows.start: settle(block, _some(rows, shape), before.get(rows.start))
+            rows.start: settle(block, _some(rows, shape), known=before.get(rows.start))
             for rows, block in blocks.items()
         }
         return Stacked(held, shape)
     factored = _joined(uses)
     if _cheaper(factored, shape) == "Gram":
         products = tuple(f for f in factored if not isinstance(f, Dense))
-        return Gram(products, shape, known if isinstance(known, Measured) else None)
-    return Materialised(factored, shape)
+        return Gram(products, shape, rough, known if isinstance(known, Measured) else None)
+    return Materialised(factored, shape, rough)
 
 
 def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:

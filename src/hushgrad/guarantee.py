@@ -67,6 +67,7 @@ class Guarantee:
                 f"{plan.accountant.name.upper()} accountant",
                 f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken",
+                f"algorithm {plan.algorithm!r}, which gives out {plan.algorithm.output.statement}",
                 "one record is the unit of privacy; independence of records: tested, not proved; "
                 "rounding in a sum: measured below 0.1 % of the bound",
                 "not counted: the yes or no of a certification, timing and other side channels",

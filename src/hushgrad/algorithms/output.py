@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def average(skipped: int = 0) -> Output:
         if taken <= skipped:
             return kept
         count, mean = kept["count"] + 1, kept["point"]
-        now = {name: p.detach().double() for name, p in params.items()}
+        now = {name: p.detach().to(torch.float64, copy=True) for name, p in params.items()}
         moved = {n: mean[n] + (x - mean[n]) / count if mean else x for n, x in now.items()}
         return {"count": count, "point": moved}
 

@@ -40,6 +40,8 @@ class PerDistance:
     The points are released, so the bound is public. Where every record's gradient is L-Lipschitz
     nothing is clipped; where it is not, the bound is kept all the same.
 
+    The bound is never more than twice that of the plan's rule.
+
     Reference: Arora et al. 2022, Private SpiderBoost, whose noise is scaled by this distance.
     """
 
@@ -49,9 +51,9 @@ class PerDistance:
         if not (math.isfinite(self.smoothness) and self.smoothness > 0):
             raise ValueError(f"expected smoothness > 0 and finite, got {self.smoothness}; pass L")
 
-    def at(self, apart: float) -> Clip:
-        """The rule for two points so far apart."""
-        return abadi(max(self.smoothness * apart, _SMALLEST_STEP))
+    def at(self, apart: float, *, most: float) -> Clip:
+        """The rule for two points so far apart, with a bound of at most `most`."""
+        return abadi(min(max(self.smoothness * apart, _SMALLEST_STEP), most))
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Srm:
             fresh = round.mean(self._query(round, state["point"]))
             old = state["estimate"]
             estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
-        return dict(estimate), {"estimate": estimate, "point": here}
+        return copied(estimate), {"estimate": estimate, "point": here}
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, on an estimate that is shortened to `step_norm`."""
@@ -132,23 +134,25 @@ class Srm:
 
     def _query(self, round: Round, before: Values) -> Ask:
         gamma, combined = self.gamma, self.combined_clip
-        apart = distance(point(round.params), before)
+        if combined is not None:
+
+            def one_clip(part: Part) -> list[Term]:
+                old, new = part.at(before), part.here
+                both = gamma * new + (1 - gamma) * difference(new, old)
+                return [Term(both, combined, losses=new.losses)]
+
+            return one_clip
+        assert self.difference_clip is not None
+        clip = settled(self.difference_clip, round, before)
 
         def two_clips(part: Part) -> list[Term]:
             old, new = part.at(before), part.here
-            clip = self.difference_clip
-            clip = clip.at(apart) if isinstance(clip, PerDistance) else clip
-            assert clip is not None
-            terms = [Term(new, round.clip, gamma)]
-            return terms + [Term(difference(new, old), clip, 1 - gamma)] * (gamma < 1)
+            return [
+                Term(new, round.clip, gamma),
+                Term(difference(new, old), clip, 1 - gamma),
+            ]
 
-        def one_clip(part: Part) -> list[Term]:
-            old, new = part.at(before), part.here
-            assert combined is not None
-            both = gamma * new + (1 - gamma) * difference(new, old)
-            return [Term(both, combined, losses=new.losses)]
-
-        return two_clips if combined is None else one_clip
+        return two_clips
 
 
 def storm(gamma: float, *, first_batch: int | None = None, output: Output = last) -> Srm:
@@ -171,9 +175,8 @@ class SpiderBoost:
         v_t = noisy mean of clip(∇f(θ_t)) over a batch of `anchor_batch`, if period divides t
         v_t = v_(t−1) + noisy mean of clip'(∇f(θ_t) − ∇f(θ_(t−1))), otherwise
 
-    clip is the plan's rule. clip' bounds a difference by L times the distance of the two points,
-    by default, and never by more than twice the plan's bound. Without `anchor_batch` an anchor
-    sees every record. A record's bound is that of the step's clip, twice that where a record is
+    clip is the plan's rule, clip' is `difference_clip`, PerDistance(L) in the original. Without
+    `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice that where a record is
     replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of the plan's.
     `anchor_noise` is the anchors' multiplier relative to the plan's: the original names rates
     for the two noises and no constants, so 1 is no more than a choice.
@@ -216,12 +219,10 @@ class SpiderBoost:
     def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
         """The anchor, or the recursion from it."""
         here = point(round.params)
-        if round.step % self.period == 0:
+        if round.step % self.period == 0 or not state:
             estimate = round.mean(lambda part: [Term(part.here, round.clip)])
         else:
-            clip = self.difference_clip
-            if isinstance(clip, PerDistance):
-                clip = clip.at(distance(here, state["point"]))
+            clip = settled(self.difference_clip, round, state["point"])
 
             def query(part: Part) -> list[Term]:
                 old, new = part.at(state["point"]), part.here
@@ -229,13 +230,26 @@ class SpiderBoost:
 
             fresh, old = round.mean(query), state["estimate"]
             estimate = {name: old[name].double() + x for name, x in fresh.items()}
-        return dict(estimate), {"estimate": estimate, "point": here}
+        return copied(estimate), {"estimate": estimate, "point": here}
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, on an estimate that is shortened to `step_norm`."""
         if self.step_norm is not None:
             shorten(params, self.step_norm)
         optimizer.step()
+
+
+def settled(rule: Clip | PerDistance, round: Round, before: Values) -> Clip:
+    """The rule for differences between the round's point and the one before."""
+    if isinstance(rule, Clip):
+        return rule
+    groups = len(round.work.groups(tuple(round.params)).names)
+    return rule.at(distance(point(round.params), before), most=2 * round.clip.bound(groups))
+
+
+def copied(estimate: Values) -> dict[str, Tensor]:
+    """The estimate for an optimizer, which may write on it."""
+    return {name: x.clone() for name, x in estimate.items()}
 
 
 def shorten(params: Params, longest: float) -> None:

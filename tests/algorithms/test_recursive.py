@@ -43,7 +43,9 @@ from hushgrad.algorithms import (
     unclipped,
     uniform,
 )
+from hushgrad.algorithms.algorithm import counted
 from hushgrad.clipping import Adaptive, abadi, automatic
+from hushgrad.events import merged
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
 from hushgrad.persample import loop
@@ -485,3 +487,25 @@ def test_a_step_asks_once() -> None:
     round.mean(lambda part: [Term(part.here, abadi(1.0))])
     with pytest.raises(Refused, match="one query for each step"):
         round.mean(lambda part: [Term(part.here, abadi(1.0))])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 8])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Srm(GAMMA, abadi(C2)),
+        Srm(GAMMA, abadi(C2), first_batch=30),
+        SpiderBoost(3, PerDistance(1.0)),
+        SpiderBoost(1, PerDistance(1.0), anchor_batch=12),
+    ],
+    ids=repr,
+)
+def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
+    plan = plan_of(algorithm)
+    parts = merged(plan.event(steps))
+    stages = counted(plan.stage(step) for step in range(steps))
+    expected = [
+        (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)
+        for stage, count in stages
+    ]
+    assert parts == expected

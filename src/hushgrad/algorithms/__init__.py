@@ -13,21 +13,27 @@ from hushgrad.algorithms.output import (
     stopped,
     uniform,
 )
+from hushgrad.algorithms.projections import Affine, Ball, Box, Simplex
 from hushgrad.algorithms.recursive import PerDistance, SpiderBoost, Srm, storm, unclipped
-from hushgrad.algorithms.sgd import Sgd
+from hushgrad.algorithms.sgd import Sgd, rrpsgd
 
 __all__ = [
+    "Affine",
     "Algorithm",
+    "Ball",
+    "Box",
     "Course",
     "Output",
     "PerDistance",
     "Sgd",
+    "Simplex",
     "SpiderBoost",
     "Srm",
     "Stage",
     "average",
     "last",
     "noisy_min",
+    "rrpsgd",
     "smallest",
     "stopped",
     "storm",

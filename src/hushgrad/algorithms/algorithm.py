@@ -76,13 +76,13 @@ class Algorithm(Protocol):
 
 
 def composed(
-    algorithm: Algorithm, noise_multiplier: float, *, steps: int, course: Course
+    stages: Iterable[tuple[Stage, int]], noise_multiplier: float, course: Course
 ) -> DpEvent:
-    """The event of steps that release one sum each, with Gaussian noise: each stage's, composed.
+    """The event of steps that release one sum each, with Gaussian noise: each stage's, so often.
 
     A batch that gradients at two points are taken from is one batch, and its sum one event.
     """
-    counts = counted(algorithm.stage(step, course) for step in range(steps))
+    counts = [(stage, count) for stage, count in stages if count]
 
     def event(stage: Stage) -> DpEvent:
         return gaussian(noise_multiplier * stage.noise).event

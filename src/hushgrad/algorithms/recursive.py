@@ -107,7 +107,10 @@ class Srm:
 
     def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
         """One release for each step: two points share a batch, and its event."""
-        return composed(self, noise_multiplier, steps=steps, course=course)
+        first, other = self.stage(0, course), self.stage(1, course)
+        if first == other:
+            return composed([(first, steps)], noise_multiplier, course)
+        return composed([(first, min(steps, 1)), (other, steps - 1)], noise_multiplier, course)
 
     def check(self, course: Course) -> None:
         """Refuse a first batch that cannot be drawn, and what the output rule does not cover."""
@@ -176,8 +179,8 @@ class SpiderBoost:
         v_t = v_(t−1) + noisy mean of clip'(∇f(θ_t) − ∇f(θ_(t−1))), otherwise
 
     clip is the plan's rule, clip' is `difference_clip`, PerDistance(L) in the original. Without
-    `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice that where a record is
-    replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of the plan's.
+    `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice
+    that where a record is replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of the plan's.
     `anchor_noise` is the anchors' multiplier relative to the plan's: the original names rates
     for the two noises and no constants, so 1 is no more than a choice.
 
@@ -208,7 +211,9 @@ class SpiderBoost:
 
     def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
         """One release for each step."""
-        return composed(self, noise_multiplier, steps=steps, course=course)
+        anchors = -(-steps // self.period)
+        stages = [(self.stage(0, course), anchors), (Stage(course.sampling), steps - anchors)]
+        return composed(stages, noise_multiplier, course)
 
     def check(self, course: Course) -> None:
         """Refuse anchors that cannot be drawn, and what the output rule does not cover."""

@@ -10,7 +10,7 @@ from dp_accounting import DpEvent
 from torch import Tensor
 
 from hushgrad.algorithms.algorithm import Course, Stage, State, check_output
-from hushgrad.algorithms.output import Output, last
+from hushgrad.algorithms.output import Output, last, stopped
 from hushgrad.noise import gaussian
 from hushgrad.step import Round, Term
 from hushgrad.types import Params
@@ -50,3 +50,16 @@ class Sgd:
         optimizer.step()
         if self.project is not None:
             self.project(params)
+
+
+def rrpsgd() -> Sgd:
+    """RRPSGD: DP-SGD that stops after a number of rounds drawn at random.
+
+    δ(ε) is the mean over the numbers that could be drawn, under the conditions of `stopped`; the
+    expected number of rounds would under-state it. The original takes one record at a time, up to
+    n² rounds and rounds weighted by their rates; here batches are the plan's, and rounds are as
+    likely as each other, which is its rule for a constant rate.
+
+    Reference: Zhang et al. 2017, Efficient Private ERM for Smooth Objectives, Algorithm 2.
+    """
+    return Sgd(output=stopped())

@@ -68,6 +68,11 @@ class Plan:
                 f"expected no metrics with the output {self.algorithm.output}, which allows "
                 "nothing else to leave, got some; leave them out, or choose another output"
             )
+        if self.metrics is not None and not self.algorithm.carries_metrics:
+            raise Refused(
+                f"expected no metrics with {self.algorithm!r}, which does not release one sum for "
+                "each step, got some; leave them out"
+            )
         self.algorithm.check(self.course)
 
     @property

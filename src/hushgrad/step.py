@@ -21,7 +21,7 @@ from hushgrad.persample import Gradients
 from hushgrad.persample.watch import restored
 from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
-from hushgrad.types import Batch, Bounded, Loss, Params, PerSample, Refused, Released
+from hushgrad.types import Batch, Bounded, Loss, Params, PerSample, Refused, Relation, Released
 
 Observed = Callable[[Batch], Mapping[str, Tensor]]
 """The watched values of a micro-batch's records, by name."""
@@ -132,6 +132,7 @@ class Round:
 
     Guarantees: noise is added once, whatever the batch, and scaled by the bound on one record.
     `bounded` is the sum without it, and private. What has been released is in `releases`.
+    `regulariser` reads no record; `penalty` is its gradient, once it is added to the estimate.
     """
 
     work: Pass
@@ -140,6 +141,8 @@ class Round:
     divisor: float
     step: int
     rng: Rng
+    relation: Relation = Relation.ADD_REMOVE
+    regulariser: Callable[[], Tensor] | None = None
     bounded: Bounded | None = None
     releases: list[Released] = field(default_factory=list)
     penalty: dict[str, Tensor] = field(default_factory=dict)
@@ -152,8 +155,8 @@ class Round:
     @property
     def digest(self) -> bytes:
         """What tells a replay of the step's releases from others."""
-        first, *more = [released.digest for released in self.releases]
-        return hashlib.blake2b(b"".join([first, *more]), digest_size=16).digest() if more else first
+        each = [released.digest for released in self.releases]
+        return each[0] if len(each) == 1 else hashlib.blake2b(b"".join(each)).digest()[:16]
 
     def mean(self, ask: Ask) -> dict[str, Tensor]:
         """The released sum of what is asked for, divided by the public size of a batch."""
@@ -167,6 +170,13 @@ class Round:
         self.releases.append(released)
         values = released.values
         return {name: values[name].div_(self.divisor) for name in self.params}  # in their memory
+
+
+def gradient_of(function: Callable[[], Tensor], params: Params) -> dict[str, Tensor]:
+    """The gradient of a function of the parameters alone; what it does not use is left out."""
+    with torch.enable_grad():
+        found = torch.autograd.grad(function(), list(params.values()), allow_unused=True)
+    return {n: g for n, g in zip(params, found, strict=True) if g is not None}
 
 
 def clipped_sum(

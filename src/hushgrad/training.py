@@ -24,7 +24,7 @@ from hushgrad.points import move
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
 from hushgrad.sampling import Draws, Loader, Stated
-from hushgrad.step import Pass, Round
+from hushgrad.step import Pass, Round, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
 _REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -75,6 +75,8 @@ class Run:
         for step, batch in enumerate(self._batches(steps), steps.start):
             if self._position == len(self):
                 return
+            if self._remembered.get("over"):
+                break
             if self._position != step:
                 raise Refused(
                     "expected one loop over the run at a time, got another that went on meanwhile; "
@@ -108,7 +110,7 @@ class Run:
         self._require_watched(watch)
         self._drawn = None
         plan, step = self.plan, self._position - 1
-        round = self._round(loss, batch, watch, step)
+        round = self._round(loss, batch, watch, step, penalty)
         with _own_randomness(self._memory.rng.derive("model", step)):
             estimate, remembered = plan.algorithm.step(round, self._remembered)
         self._memory.released(step, round.digest)
@@ -116,11 +118,11 @@ class Run:
         self._read(round)
         for name, p in self._params.items():
             p.grad = estimate[name].to(p.dtype)
-        if penalty is not None:
-            round.penalty = _gradient(penalty, self._params)
+        if round.regulariser is not None:
+            round.penalty = gradient_of(round.regulariser, self._params)
             _add(round.penalty, self._params)
         output = plan.algorithm.output
-        self._output = output.before(self._output, round, plan.relation)
+        self._output = output.before(self._output, round)
         plan.algorithm.update(self._params, self._optimizer)
         self.steps_taken += 1
         self._output = output.after(self._output, self._params, self.steps_taken)
@@ -190,7 +192,14 @@ class Run:
             for name, values in watch.items()
         }
 
-    def _round(self, loss: Loss, batch: Batch, watch: Mapping[str, Values], step: int) -> Round:
+    def _round(
+        self,
+        loss: Loss,
+        batch: Batch,
+        watch: Mapping[str, Values],
+        step: int,
+        penalty: Callable[[], Tensor] | None,
+    ) -> Round:
         plan = self.plan
         work = Pass(
             loss,
@@ -202,8 +211,16 @@ class Run:
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
         )
-        noise, divisor = plan.noise(step), plan.divisor_at(step)
-        return Round(work, self._clip, noise, divisor, step=step, rng=self._memory.rng)
+        return Round(
+            work,
+            self._clip,
+            plan.noise(step),
+            plan.divisor_at(step),
+            step=step,
+            rng=self._memory.rng,
+            relation=plan.relation,
+            regulariser=penalty,
+        )
 
     def _read(self, round: Round) -> None:
         metrics = self.plan.metrics
@@ -357,12 +374,6 @@ def _own_randomness(rng: Rng) -> Iterator[None]:
 
 def _trainable(model: nn.Module) -> Params:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _gradient(penalty: Callable[[], Tensor], params: Params) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        found = torch.autograd.grad(penalty(), list(params.values()), allow_unused=True)
-    return {n: g for n, g in zip(params, found, strict=True) if g is not None}
 
 
 def _add(gradient: Mapping[str, Tensor], params: Params) -> None:

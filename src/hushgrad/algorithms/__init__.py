@@ -3,7 +3,10 @@
 `hg.plan(…, algorithm=Srm(…))` plans a run of it; the loop over the run stays the same.
 """
 
+from hushgrad.algorithms.adaptive import Agd
 from hushgrad.algorithms.algorithm import Algorithm, Course, Stage
+from hushgrad.algorithms.federated import FedAvg
+from hushgrad.algorithms.local import LocalGd, hemisphere, report
 from hushgrad.algorithms.output import (
     Output,
     average,
@@ -19,10 +22,13 @@ from hushgrad.algorithms.sgd import Sgd, rrpsgd
 
 __all__ = [
     "Affine",
+    "Agd",
     "Algorithm",
     "Ball",
     "Box",
     "Course",
+    "FedAvg",
+    "LocalGd",
     "Output",
     "PerDistance",
     "Sgd",
@@ -31,8 +37,10 @@ __all__ = [
     "Srm",
     "Stage",
     "average",
+    "hemisphere",
     "last",
     "noisy_min",
+    "report",
     "rrpsgd",
     "smallest",
     "stopped",

@@ -59,6 +59,10 @@ class Algorithm(Protocol):
     def output(self) -> Output:
         """The rule by which the model at the end is chosen among the iterates."""
 
+    @property
+    def carries_metrics(self) -> bool:
+        """True if each step releases one sum, beside which metrics can ride."""
+
     def stage(self, step: int, course: Course) -> Stage:
         """The batch and the noise of one step."""
 
@@ -69,7 +73,10 @@ class Algorithm(Protocol):
         """Refuse a course that the algorithm, or its output rule, cannot take."""
 
     def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
-        """The estimate of the gradient that the optimizer is given, and what to remember."""
+        """The estimate of the gradient that the optimizer is given, and what to remember.
+
+        A state with a true "over" ends the run.
+        """
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """Move the parameters by their `.grad`."""
@@ -145,6 +152,15 @@ def check_output(output: Output, course: Course) -> None:
         raise Refused(
             f"expected one clipping norm for all steps with the output {output}, got "
             f"{course.clip!r}; clip by a fixed rule"
+        )
+
+
+def require_full(course: Course, name: str) -> None:
+    """Refuse sampled batches."""
+    if not isinstance(course.sampling, FullBatch):
+        raise Refused(
+            f"expected full batches with {name}, got {course.sampling.statement}; pass "
+            "sampling=FullBatch()"
         )
 
 

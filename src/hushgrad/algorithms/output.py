@@ -19,7 +19,7 @@ from hushgrad.noise import laplace, release
 from hushgrad.points import norm, point
 from hushgrad.rng import Rng
 from hushgrad.step import Round
-from hushgrad.types import Bounded, Params, Relation
+from hushgrad.types import Bounded, Params
 
 Rounds = Callable[[int], DpEvent]
 """A number of steps, to the event of so many."""
@@ -47,7 +47,7 @@ class Output:
     event: Callable[[Rounds, int], DpEvent] = lambda rounds, steps: rounds(steps)
     begin: Callable[[int, Rng], Kept] = lambda steps, rng: {}
     length: Callable[[Kept, int], int] = lambda kept, steps: steps
-    before: Callable[[Kept, Round, Relation], Kept] = lambda kept, round, relation: kept
+    before: Callable[[Kept, Round], Kept] = lambda kept, round: kept
     after: Callable[[Kept, Params, int], Kept] = lambda kept, params, taken: kept
     result: Callable[[Kept], Mapping[str, Tensor] | None] = lambda kept: kept.get("point") or None
     silent: bool = False
@@ -134,7 +134,7 @@ def smallest() -> Output:
     the variance of the noise in each: the mean of what is compared is that of |∇|².
     """
 
-    def before(kept: Kept, round: Round, relation: Relation) -> Kept:
+    def before(kept: Kept, round: Round) -> Kept:
         found = {name: p.grad for name, p in round.params.items() if p.grad is not None}
         deviation = round.noise.noise_multiplier * round.releases[-1].l2 / round.divisor
         entries = sum(p.numel() for p in round.params.values())
@@ -163,11 +163,11 @@ def noisy_min(epsilon: float) -> Output:
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"expected epsilon > 0 and finite, got {epsilon}; 0.1 is usual")
 
-    def before(kept: Kept, round: Round, relation: Relation) -> Kept:
+    def before(kept: Kept, round: Round) -> Kept:
         assert round.bounded is not None
         mean = {n: round.bounded.sum[n].double() / round.divisor for n in round.params}
         mean |= {n: mean[n] + extra.double() for n, extra in round.penalty.items()}
-        most = round.bounded.sensitivity(relation) / round.divisor
+        most = round.bounded.sensitivity(round.relation) / round.divisor
         size = next(iter(mean.values())).new_tensor([norm(mean)])
         score = release(
             Bounded({"norm": size}, most, most),

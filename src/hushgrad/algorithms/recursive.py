@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from dp_accounting import DpEvent
@@ -84,6 +85,7 @@ class Srm:
     first_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
+    carries_metrics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
@@ -180,9 +182,9 @@ class SpiderBoost:
 
     clip is the plan's rule, clip' is `difference_clip`, PerDistance(L) in the original. Without
     `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice
-    that where a record is replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of the plan's.
-    `anchor_noise` is the anchors' multiplier relative to the plan's: the original names rates
-    for the two noises and no constants, so 1 is no more than a choice.
+    that where a record is replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of
+    the plan's. `anchor_noise` is the anchors' multiplier relative to the plan's: the original
+    names rates for the two noises and no constants, so 1 is no more than a choice.
 
     Reference: Arora et al. 2022, Faster Rates of Convergence to Stationary Points in
     Differentially Private Optimization, Algorithm 1.
@@ -194,6 +196,7 @@ class SpiderBoost:
     anchor_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
+    carries_metrics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.period < 1:

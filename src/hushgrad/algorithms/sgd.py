@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from dp_accounting import DpEvent
@@ -27,6 +28,7 @@ class Sgd:
 
     output: Output = last
     project: Callable[[Params], None] | None = None
+    carries_metrics: ClassVar[bool] = True
 
     def stage(self, step: int, course: Course) -> Stage:
         """Every step alike."""

@@ -63,7 +63,7 @@ class Guarantee:
             budget = f"reproducible, not private: {budget} if the seed were unknown"
         return "\n".join(
             [
-                f"{budget}, {_NEIGHBOURS[plan.relation]}, {plan.sampling.statement}, "
+                f"{budget}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
                 f"{plan.accountant.name.upper()} accountant",
                 f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken",
@@ -73,3 +73,15 @@ class Guarantee:
                 "not counted: the yes or no of a certification, timing and other side channels",
             ]
         )
+
+
+def _sampled(plan: Plan) -> str:
+    """How batches were sampled; where an algorithm's steps differ, each way with its steps."""
+    if len(plan.stages) == 1:
+        return plan.stages[0][0].sampling.statement
+    each = [
+        f"{stage.sampling.statement} and noise multiplier {plan.noise_multiplier * stage.noise:.4g} "
+        f"({count} steps)"
+        for stage, count in plan.stages
+    ]
+    return "; ".join(each)

@@ -347,8 +347,8 @@ def _batches(
     sampling = plan.sampling
     if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
-    alike = len(plan.stages) == 1
-    scheme = plan.stages[0][0].sampling if alike else Scheduled(plan.stage, sampling.relations)
+    alike = all(stage.sampling == sampling for stage, _ in plan.stages)
+    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
     assert isinstance(scheme, Draws) and loader is not None
     return lambda steps: loader.batches(
         scheme, num_records=plan.records, steps=steps, rng=memory.sampling

@@ -34,7 +34,7 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, PureDpEvent
 from hushgrad.algorithms import Agd, FedAvg, LocalGd, Sgd, hemisphere, report, smallest
-from hushgrad.algorithms.adaptive import budget
+from hushgrad.algorithms.adaptive import _mean, budget
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, release
@@ -290,6 +290,16 @@ def test_a_gradient_that_leads_nowhere_is_measured_again_and_averaged(monkeypatc
     first = budget(3.0, Relation.ADD_REMOVE) / 8
     assert shares[0] == pytest.approx(first)
     assert any(share == pytest.approx(0.1 * first) for share in shares)
+
+
+def test_two_measurements_are_as_good_as_one_of_both_costs() -> None:
+    """Weights by ρ give the variance of a single measurement for the sum of the costs."""
+    draws = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)).double()
+    costs = (3.0, 1.0)
+    old, new = (x / math.sqrt(2 * rho) for x, rho in zip(draws, costs, strict=True))
+    mean = _mean(old, costs[0], new, costs[1])
+    assert float(mean.std()) == pytest.approx(1 / math.sqrt(2 * sum(costs)), rel=0.02)
+    assert float(((old + new) / 2).std()) > 1.1 / math.sqrt(2 * sum(costs))
 
 
 def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) -> None:

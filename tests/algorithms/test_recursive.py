@@ -8,6 +8,7 @@ from pathlib import Path
 import dp_accounting as dp
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from plainly import (
@@ -27,6 +28,7 @@ from plainly import (
     total,
     watched,
 )
+from torch import nn
 
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
@@ -48,9 +50,10 @@ from hushgrad.clipping import Adaptive, abadi, automatic
 from hushgrad.events import merged
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
+from hushgrad.noise import gaussian as gaussian_noise
 from hushgrad.persample import loop
-from hushgrad.sampling import FullBatch, Poisson, Shuffled, WithoutReplacement
-from hushgrad.step import Part, Pass, Term
+from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
+from hushgrad.step import Part, Pass, Round, Term
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
 
@@ -231,11 +234,8 @@ def test_a_bound_with_c1_and_c2_swapped_would_be_broken() -> None:
     assert found <= (0.9 * C1 + 0.1 * 1e-3) * (1 + 1e-5)
 
 
-def _round(work: Pass):
-    from hushgrad.noise import gaussian as noise
-    from hushgrad.step import Round
-
-    return Round(work, abadi(C1), noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
+def _round(work: Pass) -> Round:
+    return Round(work, abadi(C1), gaussian_noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
 
 
 # --- noise and events ---
@@ -440,9 +440,7 @@ def test_an_empty_batch_takes_a_step_of_noise(monkeypatch) -> None:
 
 def test_an_optimizer_that_writes_on_gradients_leaves_the_estimate_alone(monkeypatch) -> None:
     """In float64 no cast makes a copy: the penalty must not get into the recursion."""
-    seen = watched(plan_of(Srm(GAMMA, abadi(C2))), monkeypatch, penalty=0.0)
     decayed = watched(plan_of(Srm(GAMMA, abadi(C2))), monkeypatch, penalty=0.5, lr=0.0)
-    del seen
     state = decayed.run._remembered["estimate"]
     expected: Gradient = {}
     for t in range(8):
@@ -509,3 +507,60 @@ def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None
         for stage, count in stages
     ]
     assert parts == expected
+
+
+class Tied(nn.Module):
+    """An embedding that is the output head too, a convolution in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.mix = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.mix(self.table(words).transpose(1, 2)).transpose(1, 2)
+        return F.linear(self.norm(torch.tanh(x)), self.table.weight)
+
+
+@pytest.mark.parametrize("gap", [1.0, 1e-3])
+def test_tied_weights_and_convolutions_have_their_differences(gap: float) -> None:
+    torch.manual_seed(3)
+    net = Tied()
+    params = dict(net.named_parameters())
+    words = torch.randint(0, 7, (12, 5))
+    before = {n: p.detach() + gap * torch.randn_like(p) for n, p in params.items()}
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(net(batch).transpose(1, 2), batch, reduction="none").mean(1)
+
+    def summed(execution: Execution) -> dict[str, torch.Tensor]:
+        work = Pass(loss, params, words, modules=(net,), execution=execution)
+        found = work.sum(Srm(GAMMA, abadi(C2))._query(_round(work), before))
+        assert found.l2 == bound(GAMMA * C1 + (1 - GAMMA) * C2)
+        return found.sum
+
+    fast, slow = summed(Execution(form=hg.persample.traced)), summed(Execution(form=loop))
+    assert_close(fast, slow, 2e-4)
+    assert_close(summed(Execution(micro_batch=8)), slow, 2e-4)
+
+
+def test_batches_of_which_a_truncated_sampling_must_know_the_number_are_not_hidden() -> None:
+    """A schedule of several samplings would get round the check on the number of records."""
+    truncated = {"sampling": TruncatedPoisson(0.2, 20)}
+    with pytest.raises(Refused, match="Poisson sampling or batches without"):
+        plan_of(SpiderBoost(3, PerDistance(1.0)), **truncated)
+    plan = plan_of(Srm(GAMMA, abadi(C2), first_noise=2.0), **truncated)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = hg.train(net, optimizer, data(RECORDS + 5), plan=plan, rng=Rng.fixed(0))
+    with pytest.raises(Refused, match="TruncatedPoisson"):
+        next(iter(run))
+
+
+def test_the_guarantee_names_each_way_of_sampling(monkeypatch) -> None:
+    seen = watched(plan_of(Srm(GAMMA, abadi(C2), first_batch=30, first_noise=2.0)), monkeypatch)
+    said = str(seen.run.guarantee)
+    assert "q = 0.5 and noise multiplier 1.4 (1 steps)" in said
+    assert "q = 0.2 and noise multiplier 0.7 (7 steps)" in said
+    assert "algorithm Srm(gamma=0.2" in said

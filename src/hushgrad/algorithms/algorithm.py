@@ -126,12 +126,11 @@ def resized(course: Course, batch: int | None) -> Sampling:
         raise ValueError(
             f"expected a batch between 1 and {records} records, got {batch}; pass a smaller one"
         )
-    if batch == records:
-        return FullBatch()
-    if isinstance(sampling, Poisson):
-        return Poisson(batch / records)
-    if isinstance(sampling, WithoutReplacement):
-        return WithoutReplacement(batch)
+    if isinstance(sampling, Poisson | WithoutReplacement):
+        if batch == records:
+            return FullBatch()
+        share = batch / records
+        return Poisson(share) if isinstance(sampling, Poisson) else WithoutReplacement(batch)
     raise Refused(
         "expected Poisson sampling or batches without replacement where some steps have larger "
         f"batches, got {sampling.statement}; sample with Poisson(rate), or leave the size out"

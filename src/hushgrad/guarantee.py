@@ -79,9 +79,10 @@ def _sampled(plan: Plan) -> str:
     """How batches were sampled; where an algorithm's steps differ, each way with its steps."""
     if len(plan.stages) == 1:
         return plan.stages[0][0].sampling.statement
+    sigma = plan.noise_multiplier
     each = [
-        f"{stage.sampling.statement} and noise multiplier {plan.noise_multiplier * stage.noise:.4g} "
-        f"({count} steps)"
+        f"{stage.sampling.statement}, noise multiplier {sigma * stage.noise:.4g}, at {count} of "
+        f"{plan.steps} steps"
         for stage, count in plan.stages
     ]
     return "; ".join(each)

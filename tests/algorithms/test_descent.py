@@ -171,7 +171,7 @@ def test_the_paid_choice_is_a_pure_event_beside_the_steps() -> None:
 )
 def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: float) -> None:
     """Trap 3: scale 2L/(nε') under add/remove and 4L/(nε') under replace-one, two-sided."""
-    epsilon, drawn, scores = 0.5, list[float](), list[float]()
+    epsilon, drawn, scores = 0.2, list[float](), list[float]()
 
     def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
         found = release(bounded, noise, rng=rng, step=step)
@@ -180,7 +180,7 @@ def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: 
         return found
 
     monkeypatch.setattr("hushgrad.algorithms.output.release", spy)
-    plan = plan_of(Sgd(noisy_min(epsilon)), **(FULL | {"epochs": 200}), relation=relation)
+    plan = plan_of(Sgd(noisy_min(epsilon)), **(FULL | {"epochs": 120}), relation=relation)
     seen = watched(plan, monkeypatch, lr=0.05)
     assert scores[0] == pytest.approx(size(seen.sums[0].sum) / RECORDS, rel=1e-6)
     scale = factor * C1 * 1.001 / (RECORDS * epsilon)

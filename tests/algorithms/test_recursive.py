@@ -561,6 +561,6 @@ def test_batches_of_which_a_truncated_sampling_must_know_the_number_are_not_hidd
 def test_the_guarantee_names_each_way_of_sampling(monkeypatch) -> None:
     seen = watched(plan_of(Srm(GAMMA, abadi(C2), first_batch=30, first_noise=2.0)), monkeypatch)
     said = str(seen.run.guarantee)
-    assert "q = 0.5 and noise multiplier 1.4 (1 steps)" in said
-    assert "q = 0.2 and noise multiplier 0.7 (7 steps)" in said
+    assert "q = 0.5, noise multiplier 1.4, at 1 of 8 steps" in said
+    assert "q = 0.2, noise multiplier 0.7, at 7 of 8 steps" in said
     assert "algorithm Srm(gamma=0.2" in said

@@ -23,12 +23,20 @@ first `size` are copies without weight."""
 
 @dataclass(frozen=True)
 class Form:
-    """A way to per-sample gradients. `start(precision)` returns the run of one certificate."""
+    """A way to per-sample gradients.
+
+    A form that compiles makes programs, one for each number of records, and proves them itself to
+    a precision; `compiles(precision)` is then the run of one certificate.
+    """
 
     name: str
-    start: Callable[[Precision], Run]
+    run: Run
     replays: bool = False  # does it follow the call sites that were certified?
-    compiles: bool = False  # a program for each number of records, which it proves by itself
+    compiles: Callable[[Precision], Run] | None = None
+
+    def start(self, precision: Precision) -> Run:
+        """The run of one certificate."""
+        return self.run if self.compiles is None else self.compiles(precision)
 
     def __repr__(self) -> str:
         return self.name
@@ -46,13 +54,13 @@ def _run_recomputed(
     return Recomputed(subject, batch, size, padded, Replaying(sites, padded))
 
 
-traced = Form("traced", lambda _: _run_traced, replays=True)
+traced = Form("traced", _run_traced, replays=True)
 """One forward and one backward pass; gradients stay in factored form."""
 
-recomputed = Form("recomputed", lambda _: _run_recomputed, replays=True)
+recomputed = Form("recomputed", _run_recomputed, replays=True)
 """One forward and two backward passes; the factors of one parameter are held at a time."""
 
-compiled = Form("compiled", Compiled, replays=True, compiles=True)
+compiled = Form("compiled", _run_traced, replays=True, compiles=Compiled)
 """As `traced`, recorded and compiled; it takes what `torch.compile` captures in one piece."""
 
 
@@ -66,10 +74,10 @@ def _run_loop(subject: Subject, batch: Batch, size: int, _: int, __: tuple[Site,
     return _loop(subject, batch, size)
 
 
-dense = Form("dense", lambda _: _run_dense)
+dense = Form("dense", _run_dense)
 """`torch.func.vmap(grad)`: any model that is a pure function of one record."""
 
-loop = Form("loop", lambda _: _run_loop)
+loop = Form("loop", _run_loop)
 """One record at a time."""
 
 auto = (traced, dense, loop)

@@ -109,6 +109,8 @@ class Run:
         self._require_same_parameters()
         self._require_watched(watch)
         self._drawn = None
+        for p in self._params.values():
+            p.grad = None  # the last step's, which would only take memory
         plan, step = self.plan, self._position - 1
         round = self._round(loss, batch, watch, step, penalty)
         with _own_randomness(self._memory.rng.derive("model", step)):

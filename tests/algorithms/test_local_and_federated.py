@@ -282,14 +282,18 @@ def test_a_step_is_the_chosen_length_along_the_measured_gradient(monkeypatch) ->
 
 
 def test_a_gradient_that_leads_nowhere_is_measured_again_and_averaged(monkeypatch) -> None:
+    """The choice is made to fall on no step twice, and then on the third length of five."""
     spy = Spy(monkeypatch, "adaptive")
-    seen = watched(agd_plan(noise_multiplier=3.0), monkeypatch, lr=1.0, seed=2)
-    gaussians = [n.noise_multiplier for n in spy.noises if n.name == "gaussian"]
-    assert len(gaussians) > seen.run.steps_taken - 1  # some step measured more than once
-    shares = [1 / z**2 / 2 for z in gaussians]
-    first = budget(3.0, Relation.ADD_REMOVE) / 8
-    assert shares[0] == pytest.approx(first)
-    assert any(share == pytest.approx(0.1 * first) for share in shares)
+    chosen = iter([0, 0, 2])
+    monkeypatch.setattr(Agd, "_least", lambda self, scores, rho, round: next(chosen))
+    seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0)
+    first = budget(0.5, Relation.ADD_REMOVE) / 8
+    costs = [1 / noise.noise_multiplier**2 / 2 for noise in spy.noises]
+    assert costs == pytest.approx([first, 0.1 * first, 0.11 * first])  # γ of what is known
+    weighted = combine(*((c / sum(costs), x) for c, x in zip(costs, spy.values, strict=True)))
+    step = combine((1.0, seen.points[0]), (-2.0 * 2 / 4 / size(weighted), weighted))
+    assert_close(seen.points[1], step, 1e-9)
+    assert seen.run._remembered["gradient"] == pytest.approx(sum(costs))
 
 
 def test_two_measurements_are_as_good_as_one_of_both_costs() -> None:

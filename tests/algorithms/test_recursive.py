@@ -597,3 +597,22 @@ def test_the_guarantee_names_each_way_of_sampling(monkeypatch) -> None:
     assert "q = 0.5, noise multiplier 1.4, at 1 of 8 steps" in said
     assert "q = 0.2, noise multiplier 0.7, at 7 of 8 steps" in said
     assert "algorithm Srm(gamma=0.2" in said
+
+
+def test_a_compiled_pass_sees_both_points() -> None:
+    """What is recorded at one point must not stand for the other."""
+    net = model().float()
+    params = dict(net.named_parameters())
+    x, y = data(16)
+    before = {n: p.detach() + 0.5 for n, p in params.items()}
+
+    def loss(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1], reduction="none")
+
+    def summed(execution: Execution) -> dict[str, torch.Tensor]:
+        work = Pass(loss, params, (x.float(), y), modules=(net,), execution=execution)
+        return work.sum(Srm(GAMMA, abadi(1.0))._query(_round(work), before)).sum
+
+    slow = summed(Execution(form=loop))
+    for _ in range(2):
+        assert_close(summed(Execution(compile=True)), slow, 1e-4)

@@ -1,0 +1,1 @@
+"""Generalised linear models: closed-form per-sample norms, and what clipping does to them."""

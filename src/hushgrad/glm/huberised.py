@@ -140,7 +140,8 @@ class ClippedObjective:
     @property
     def norms(self) -> Float64[Tensor, " n"]:
         """‖x‖ of each record."""
-        return torch.linalg.vector_norm(self.features, dim=1)
+        norms: Tensor = torch.linalg.vector_norm(self.features, dim=1)
+        return norms
 
     def original(self, theta: Float64[Tensor, " p"]) -> float:
         """The mean of ℓ at θ."""

@@ -28,6 +28,7 @@ VECTOR = {
     loss.name: loss
     for loss in (
         losses.multinomial(),
+        losses.multiclass_hinge(),
         losses.bi_tempered(vector=True),
         losses.bi_tempered(0.3, 1.6, vector=True),
         losses.bi_tempered(1.0, 1.0, vector=True),

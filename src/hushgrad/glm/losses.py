@@ -119,6 +119,29 @@ def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
     )
 
 
+def multiclass_hinge() -> ScoreLoss:
+    """max(0, 1 + the largest score of another class − z_y), for one score of each class.
+
+    Reference: Crammer and Singer 2001, Multiclass Kernel-based Vector Machines.
+    """
+
+    def others(z: Tensor, y: Tensor) -> Tensor:
+        return z.masked_fill(_one_hot(z, y).bool(), -math.inf)
+
+    def derivative(z: Tensor, y: Tensor) -> Tensor:
+        rival = others(z, y)
+        lost = (1 + rival.amax(1) - _of_label(z, y) > 0).to(z.dtype)[:, None]
+        return lost * (_one_hot(z, rival.argmax(1)) - _one_hot(z, y))
+
+    return ScoreLoss(
+        "multiclass_hinge",
+        lambda z, y: (1 + others(z, y).amax(1) - _of_label(z, y)).clamp(min=0),
+        derivative,
+        lipschitz=math.sqrt(2),
+        vector=True,
+    )
+
+
 def poisson() -> ScoreLoss:
     """e^z − yz: counts with mean e^z; neither slope nor curvature has a bound."""
     return ScoreLoss("poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y)

@@ -41,7 +41,7 @@ class Rows(Protocol):
 
     @property
     def width(self) -> int:
-        """How many numbers a row has, the intercept's 1 included."""
+        """How many numbers a row has, the constant for the intercept included."""
 
     @property
     def sq_norms(self) -> Float64[Tensor, " padded"]:
@@ -50,15 +50,16 @@ class Rows(Protocol):
     def take(self, positions: slice | ndarray) -> Rows:
         """The rows at these positions, or of a slice that begins at a multiple of `MULTIPLE`."""
 
-    def scores(
-        self, theta: Float64[Tensor, "classes width"]
-    ) -> Float64[Tensor, "padded classes"]:
+    def scores(self, theta: Float64[Tensor, "classes width"]) -> Float64[Tensor, "padded classes"]:
         """<θ_k, x> for every row and class."""
 
     def combined(
         self, weights: Float64[Tensor, "padded classes"]
     ) -> Float64[Tensor, "classes width"]:
         """Σ weight·x for every class."""
+
+    def gram(self, weights: Float64[Tensor, " padded"]) -> Float64[Tensor, "width width"]:
+        """Σ weight·xxᵀ."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ class DenseRows:
     def combined(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
 
+    def gram(self, weights: Tensor) -> Tensor:
+        return self.x.T @ (weights[:, None] * self.x)
+
 
 @dataclass(frozen=True)
 class SparseRows:
@@ -120,13 +124,17 @@ class SparseRows:
     def combined(self, weights: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray((self.x.T @ weights.numpy()).T))
 
+    def gram(self, weights: Tensor) -> Tensor:
+        weighted = self.x.multiply(weights.numpy()[:, None]).tocsr()
+        return torch.from_numpy((self.x.T @ weighted).toarray())
 
-def scaled_rows(features: Any, *, feature_norm: float, intercept: bool) -> Rows:
-    """Rows divided by `feature_norm`, shortened to norm 1 where longer, with a 1 for an intercept.
 
-    `features` is an array, a tensor or a scipy sparse matrix. `feature_norm` is the user's
-    statement of how long a row may be; it is never read off the data. A row that is not finite
-    becomes 0, its intercept too: it counts for nothing.
+def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> Rows:
+    """Rows divided by `feature_norm`, shortened to norm 1 where longer, and a constant behind.
+
+    `features` is an array, a tensor or a scipy sparse matrix; `intercept` the constant, none if 0.
+    `feature_norm` is the user's statement of how long a row may be; it is never read off the data.
+    A row that is not finite becomes 0, its constant too: it counts for nothing.
     """
     if not (math.isfinite(feature_norm) and feature_norm > 0):
         raise ValueError(
@@ -137,7 +145,7 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: bool) -> Rows:
         return _sparse(features, feature_norm, intercept)
     x = torch.as_tensor(features, dtype=torch.float64)
     records, width = x.shape
-    padded = x.new_zeros(_padded(records + 1), width + intercept)
+    padded = x.new_zeros(_padded(records + 1), width + (intercept != 0))
     for start in range(0, records, PART):
         part = x[start : start + PART] / feature_norm
         finite = part.isfinite().all(1)
@@ -145,7 +153,7 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: bool) -> Rows:
         row = padded[start : start + len(part)]
         row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
         if intercept:
-            row[:, width] = finite.double()
+            row[:, width] = intercept * finite.double()
     return DenseRows(padded, square_norms(padded).upper, records)
 
 
@@ -154,7 +162,7 @@ def _shortening(part: Float64[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     return square_norms(part).upper.sqrt().clamp(min=1.0).reciprocal()
 
 
-def _sparse(features: Any, feature_norm: float, intercept: bool) -> SparseRows:
+def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
     x = sparse.csr_array(features, dtype=np.float64, copy=True)
     x.sum_duplicates()  # a row's squares are those of its entries
     x.data /= feature_norm
@@ -165,7 +173,7 @@ def _sparse(features: Any, feature_norm: float, intercept: bool) -> SparseRows:
     factor[bad | ~np.isfinite(factor)] = 0.0
     x.data *= np.repeat(factor, np.diff(x.indptr))
     if intercept:
-        ones = sparse.csr_array((factor > 0).astype(np.float64)[:, None])
+        ones = sparse.csr_array(intercept * (factor > 0)[:, None])
         x = sparse.csr_array(sparse.hstack([x, ones], format="csr"))
     return SparseRows(x, torch.from_numpy(_sparse_squares(x)))
 

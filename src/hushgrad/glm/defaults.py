@@ -1,8 +1,8 @@
 """Steps, batch and step size from public numbers alone, so that nothing need be tuned.
 
-Rows have norm at most 1, with a constant behind them for the intercept. Let s be noise ÷ sensitivity
-of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size. Whatever the
-number of steps, a direction without curvature collects noise of standard deviation τ·s·L/n: more
+Rows have norm at most 1, with a constant behind them for the intercept. Let s be noise ÷
+sensitivity of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size.
+Whatever the number of steps, a direction without curvature collects noise of standard deviation τ·s·L/n: more
 steps need more noise each, and take it in smaller steps. So only τ is to be chosen, against
 
 - what descent has not learnt yet, at most r²/(2τ) for a solution of norm r;

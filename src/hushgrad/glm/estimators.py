@@ -24,9 +24,9 @@ All of them take
   that is reproducible and **not private**;
 - `budget`: a ledger's budget that the fit is charged to, before anything is released.
 
-After `fit`, `guarantee_` has `epsilon`, `delta`, `relation`, `sampling` and `accountant`, and says in
-words what they rest on. Only `coef_`, `intercept_` and what follows from them may be shown: a score
-on the training data is a release of its own.
+After `fit`, `guarantee_` has `epsilon`, `delta`, `relation`, `sampling` and `accountant`, and says
+in words what they rest on. Only `coef_`, `intercept_` and what follows from them may be shown: a
+score on the training data is a release of its own.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         check_classification_targets(y)
         known = y if self.classes is None else self.classes
-        self.classes_, places = np.unique(known), None
+        self.classes_ = np.unique(known)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"expected two classes or more, got only one class: {self.classes_[0]!r}; state "
@@ -159,7 +159,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """The logarithm of the probability of each class."""
-        return np.log(self.predict_proba(X))
+        return np.asarray(np.log(self.predict_proba(X)))
 
 
 class PrivateLinearSVC(_PrivateClassifier):

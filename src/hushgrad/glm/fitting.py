@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float64
 from numpy import ndarray
 from scipy import sparse
 from torch import Tensor
 
-from hushgrad.accounting import Target, least_noise
+from hushgrad.accounting import PLD, Target, least_noise
 from hushgrad.clipping import Clip, abadi
 from hushgrad.glm.defaults import (
     INTERCEPT,
@@ -24,6 +23,7 @@ from hushgrad.glm.defaults import (
     output_strength,
 )
 from hushgrad.glm.descent import Descent, descend
+from hushgrad.glm.exact import EXACT
 from hushgrad.glm.losses import ScoreLoss, ridge
 from hushgrad.glm.perturbation import (
     Problem,
@@ -150,7 +150,8 @@ def _by_descent(
         steps=settings.steps,
         rate=settings.learning_rate,
     )
-    target = Target(settings.epsilon, settings.delta, public.relation)
+    accountant = EXACT if settings.algorithm == "gd" else PLD
+    target = Target(settings.epsilon, settings.delta, public.relation, accountant)
     sigma, _ = least_noise(
         lambda z: chosen.sampling.run_event(
             gaussian(z).event, num_records=public.records, num_steps=chosen.steps
@@ -165,6 +166,7 @@ def _by_descent(
         delta=settings.delta,
         relation=public.relation,
         clip=clip,
+        accountant=accountant,
     )
     strength = settings.regularization
     descent = Descent(
@@ -188,7 +190,7 @@ def _by_descent(
         delta=math.fsum([plan.delta, *(charge.delta for charge in done.charges)]),
         relation=public.relation,
         sampling=plan.sampling.statement,
-        accountant="PLD accountant",
+        accountant="PLD accountant" if accountant is PLD else "exact Gaussian accountant",
         mechanism=f"{plan.steps} steps, noise multiplier {sigma:.4g}, clipping {clip!r} of rows "
         f"divided by feature_norm = {settings.feature_norm:g}",
         public=_public(settings),
@@ -243,7 +245,9 @@ def _by_perturbation(
         delta=settings.delta,
         relation=public.relation,
         sampling="no sampling",
-        accountant="objective perturbation's privacy loss" if objective else "exact Gaussian",
+        accountant=(
+            "accounted by its own privacy loss" if objective else "exact Gaussian accountant"
+        ),
         mechanism=f"{settings.algorithm} perturbation by noise of {found.noise:.4g}, {left}"
         f"certified below {1e-4 * problem.gradient_norm:.2g}, rows divided by feature_norm = "
         f"{settings.feature_norm:g}",

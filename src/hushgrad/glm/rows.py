@@ -134,7 +134,7 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -
 
     `features` is an array, a tensor or a scipy sparse matrix; `intercept` the constant, none if 0.
     `feature_norm` is the user's statement of how long a row may be; it is never read off the data.
-    A row that is not finite becomes 0, its constant too: it counts for nothing.
+    A row that is not finite, or whose square is not, becomes 0: it counts for nothing.
     """
     if not (math.isfinite(feature_norm) and feature_norm > 0):
         raise ValueError(
@@ -149,11 +149,11 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -
     for start in range(0, records, PART):
         part = x[start : start + PART] / feature_norm
         finite = part.isfinite().all(1)
-        factor = torch.where(finite, _shortening(torch.nan_to_num(part)), 0.0)
+        factor = torch.where(finite, _shortening(torch.where(finite[:, None], part, 0.0)), 0.0)
         row = padded[start : start + len(part)]
         row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
         if intercept:
-            row[:, width] = intercept * finite.double()
+            row[:, width] = intercept * (factor > 0)
     return DenseRows(padded, square_norms(padded).upper, records)
 
 
@@ -180,8 +180,9 @@ def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
 
 def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
     """Upper bounds on the rows' squared norms: one after the other, rounded up."""
-    squares = np.zeros(x.shape[0])
-    np.add.at(squares, np.repeat(np.arange(x.shape[0]), np.diff(x.indptr)), np.square(x.data))
+    squares, places = np.zeros(x.shape[0]), np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
+    with np.errstate(over="ignore"):
+        np.add.at(squares, places, np.square(x.data))
     longest = int(np.diff(x.indptr).max(initial=0))
     return squares * (1 + (longest + 8) * 2.0**-53) + longest * np.finfo(np.float64).tiny
 

@@ -176,7 +176,9 @@ def test_a_difference_is_that_of_two_gradients() -> None:
     squares = np.square(each(rows).numpy().astype(np.longdouble)).sum(1)
     assert (apart.sq_norms()[NAME].numpy() >= np.square(slopes) * squares).all()
     with pytest.raises(ValueError, match="the same records"):
-        difference(new, linear_gradients(rows.take(slice(0, 8)), y[:8], theta, loss=LOSSES["hinge"]))
+        difference(
+            new, linear_gradients(rows.take(slice(0, 8)), y[:8], theta, loss=LOSSES["hinge"])
+        )
 
 
 @pytest.mark.parametrize("kind", [None, sparse.csr_array])

@@ -175,7 +175,7 @@ def test_output_noise_has_its_scale_and_is_what_the_event_says(relation: Relatio
     rows, y = records()
     none = torch.zeros(1, rows.width, dtype=torch.float64)
     exact = minimiser(rows, y, loss=problem.loss, strength=4.0, tilt=none, tolerance=1e-10)
-    found = [output_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(400)]
+    found = [output_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(120)]
     errors = torch.cat([(one.theta - exact).reshape(-1) for one in found]).numpy()
     assert stats.kstest(errors / found[0].noise, "norm").pvalue > 1e-4
     assert stats.kstest(errors / (found[0].noise * 2 / 3), "norm").pvalue < 1e-6
@@ -192,7 +192,7 @@ def test_objective_noise_has_its_scale() -> None:
     """b = −∇F(θ) is recovered from what is released, and is normal with the stated σ."""
     rows, y = records(400)
     problem = replace(PROBLEM, strength=50.0)
-    found = [objective_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(300)]
+    found = [objective_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(120)]
     x = rows.x[: rows.count]
     terms = []
     for one in found:

@@ -2,8 +2,9 @@
 
 Rows have norm at most 1, with a constant behind them for the intercept. Let s be noise ÷
 sensitivity of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size.
-Whatever the number of steps, a direction without curvature collects noise of standard deviation τ·s·L/n: more
-steps need more noise each, and take it in smaller steps. So only τ is to be chosen, against
+Whatever the number of steps, a direction without curvature collects noise of standard deviation
+τ·s·L/n: more steps need more noise each, and take it in smaller steps. So only τ is to be chosen,
+against
 
 - what descent has not learnt yet, at most r²/(2τ) for a solution of norm r;
 - what the noise costs, about (τ·s·L/n)²·κ/2 with κ a bound on the trace of a record's Hessian.

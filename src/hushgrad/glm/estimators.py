@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import expit, softmax
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -68,6 +68,15 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         return np.asarray(X @ self._coef.T + self._intercept)
+
+    def __sklearn_clone__(self) -> Any:
+        """An unfitted one with the same arguments; a key is not copied, and neither is a budget."""
+        return type(self)(
+            **{
+                name: value if isinstance(value, Rng | Budget) else clone(value, safe=False)
+                for name, value in self.get_params(deep=False).items()
+            }
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,13 @@ from torch import Tensor, nn
 
 from hushgrad.data.split import Split
 from hushgrad.data.tables import Table
+from hushgrad.glm import PrivateLogisticRegression
+from hushgrad.glm.closed import LinearLoss
+from hushgrad.glm.losses import logistic
 from hushgrad.persample.records import count
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
 from hushgrad.training import train
-from hushgrad.types import Batch
 
 PENALTY = 1e-3
 """λ of the regulariser λ Σ θ²/(1 + θ²)."""
@@ -55,16 +56,21 @@ class Problem:
         return PENALTY * (square / (1 + square)).sum()
 
     @torch.no_grad()
+    def test_objective(self, model: nn.Linear) -> float:
+        """Test loss plus regulariser."""
+        x, y = self.test
+        return float(F.softplus(-y * model(x).squeeze(1)).mean() + self.penalty(model))
+
+    @torch.no_grad()
     def measured(self, model: nn.Linear) -> dict[str, float]:
         """Test objective, test loss, accuracy, and the gradient's norm over the private records."""
-        (x, y), weights = self.test, (self.scale * model.weight).double().flatten()
-        margins = y.double() * (x.double() @ weights) / self.scale
-        loss = F.softplus(-margins).mean()
+        x, y = self.test
+        margins = y * model(x).squeeze(1)
         return {
-            "objective": float(loss + self.penalty(model)),
-            "loss": float(loss),
+            "objective": self.test_objective(model),
+            "loss": float(F.softplus(-margins).mean()),
             "accuracy": float((margins > 0).double().mean()),
-            "gradient": self._gradient_norm(weights),
+            "gradient": self._gradient_norm((self.scale * model.weight).double().flatten()),
         }
 
     def _gradient_norm(self, weights: Tensor) -> float:
@@ -93,37 +99,75 @@ def fitted(
     problem: Problem,
     plan: Plan,
     *,
-    rate: float | Callable[[int], float],
+    rate: float,
     seed: int,
     points: int = 1,
-    every: Callable[[int, nn.Linear], None] = lambda visits, model: None,
+    curve: list[tuple[float, float]] | None = None,
 ) -> dict[str, float]:
     """Train by a plan from a fixed seed; what was measured, with its cost.
 
-    `points` is how many gradients of a record a step takes. `every` is shown the model and the
-    number of records visited after each step.
+    `points` is how many gradients of a record a step after the first takes. Passes and test
+    objectives are added to `curve`, which takes no part in the time.
     """
     model = problem.model()
-    first = rate if isinstance(rate, float) else rate(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=first)
-    visits = steps = 0
-
-    def loss(batch: Batch) -> Tensor:
-        x, y = batch
-        return F.softplus(-y * model(x).squeeze(1))
-
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    loss = LinearLoss(model, logistic())
+    visits = evaluations = 0
+    shown = 0.0
     started = time.perf_counter()
     run = train(model, optimizer, problem.train, plan=plan, rng=Rng.fixed(seed))
     for batch in run:
-        if not isinstance(rate, float):
-            optimizer.param_groups[0]["lr"] = rate(steps)
         run.step(loss, batch, penalty=lambda: problem.penalty(model))
-        visits, steps = visits + count(batch), steps + 1
-        every(visits, model)
-    spent = time.perf_counter() - started
-    evaluations = visits * points
+        evaluations += count(batch) * (points if visits else 1)
+        visits += count(batch)
+        if curve is not None:
+            paused = time.perf_counter()
+            curve.append((visits / problem.records, problem.test_objective(model)))
+            shown += time.perf_counter() - paused
+    spent = time.perf_counter() - started - shown
     return problem.measured(model) | {
         "passes": visits / problem.records,
         "evaluations": evaluations / problem.records,
         "seconds": spent,
     }
+
+
+def perturbed(problem: Problem, *, epsilon: float, delta: float, seed: int) -> dict[str, float]:
+    """Objective perturbation, which minimises with a ridge in the regulariser's place."""
+    x, y = (part.double().numpy() for part in problem.train)
+    started = time.perf_counter()
+    found = PrivateLogisticRegression(
+        epsilon=epsilon,
+        delta=delta,
+        algorithm="objective",
+        feature_norm=1.0,
+        fit_intercept=False,
+        records=problem.records,
+        classes=(-1.0, 1.0),
+        rng=seed,
+    ).fit(x, y)
+    spent = time.perf_counter() - started
+    model = problem.model()
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(found.coef_))
+    visits = float(found.n_iter_)
+    cost = {"passes": visits, "evaluations": visits, "seconds": spent}
+    return problem.measured(model) | cost
+
+
+def minimum(problem: Problem) -> dict[str, float]:
+    """The objective over the private records, minimised without privacy."""
+    model = problem.model()
+    x, y = problem.train
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=500, history_size=50, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = F.softplus(-y * model(x).squeeze(1)).mean() + problem.penalty(model)
+        total.backward()
+        return total
+
+    optimizer.step(closure)
+    return problem.measured(model)

@@ -9,7 +9,7 @@ from hushgrad.data.split import Split
 from hushgrad.data.tables import Table as Records
 from hushgrad.data.tables import a9a, ijcnn1
 from hushgrad.reproductions.linear import Problem, fitted, minimum, perturbed, problem
-from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Accounting, Method, Task
+from hushgrad.reproductions.methods import DELTA, METHODS, PAPER, TIGHT, Accounting, Method, Task
 from hushgrad.reproductions.study import Figure, Settings, Table, figures
 
 EPSILONS = (0.2, 0.5)
@@ -73,7 +73,7 @@ def _study(
                     curves[epsilon, method.name] = curve
             if scaled and accounting is TIGHT:
                 runs = [
-                    perturbed(task_problem, epsilon=epsilon, seed=seed)
+                    perturbed(task_problem, epsilon=epsilon, delta=DELTA, seed=seed)
                     for seed in range(settings.seeds)
                 ]
                 _add(table, task, "objective perturbation", figures(runs), split.name)

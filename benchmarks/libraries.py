@@ -59,14 +59,19 @@ class Hushgrad:
     """This library; the frugal form takes a second backward pass and holds less."""
 
     def __init__(
-        self, workload: Workload, *, noise_multiplier: float, frugal: bool = False
+        self,
+        workload: Workload,
+        *,
+        noise_multiplier: float,
+        frugal: bool = False,
+        compile: bool = False,
     ) -> None:
         import hushgrad as hg
         from hushgrad.noise import gaussian
         from hushgrad.persample import auto, recomputed
 
         self.hg, self.workload = hg, workload
-        self.execution = hg.Execution(form=recomputed if frugal else auto)
+        self.execution = hg.Execution(form=recomputed if frugal else auto, compile=compile)
         self.noise, self.rng, self.steps = gaussian(noise_multiplier), hg.Rng.from_os(), 0
         self.params = trainable(workload.model)
         self.optimizer = sgd(workload.model)
@@ -85,6 +90,7 @@ class Hushgrad:
     def step(self) -> None:
         from hushgrad.noise import release
 
+        self.optimizer.zero_grad()
         total = self.bounded()
         values = total.sum
         if self.noise.noise_multiplier:
@@ -210,6 +216,7 @@ class Vmap:
 LIBRARIES: dict[str, Callable[..., Private]] = {
     "hushgrad": Hushgrad,
     "hushgrad-frugal": partial(Hushgrad, frugal=True),
+    "hushgrad-compiled": partial(Hushgrad, compile=True),
     "opacus-hooks": OpacusHooks,
     "opacus-ghost": OpacusGhost,
     "vmap": Vmap,

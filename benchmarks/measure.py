@@ -107,21 +107,29 @@ def memory(workload: str, library: str) -> int:
 
     The first steps are left out: hushgrad certifies the model in them.
     """
-    # A first backward pass loads code and starts threads, which is no part of the step's need.
-    torch.nn.Linear(64, 64)(torch.rand(64, 64)).sum().backward()
-    built = build(workload)
-    step = (
-        plain(built) if library == "plain" else LIBRARIES[library](built, noise_multiplier=0.0).step
-    )
+
+    def stepping() -> Callable[[], None]:
+        built = build(workload)
+        if library == "plain":
+            return plain(built)
+        return LIBRARIES[library](built, noise_multiplier=0.0).step
+
+    def warm_up(step: Callable[[], None]) -> None:
+        for _ in range(WARMUP):
+            step()
+
+    # Steps of another copy load code and start threads, which is no part of the step's need.
+    warm_up(stepping())
     gc.collect()
+    give_back_freed_memory()
+    step = stepping()
     start = psutil.Process().memory_info().rss
-    for _ in range(WARMUP):
-        step()
+    warm_up(step)
     gc.collect()
     give_back_freed_memory()
     was_reset = reset_peak()
     step()
-    return peak_bytes(was_reset=was_reset) - start
+    return max(peak_bytes(was_reset=was_reset) - start, 0)
 
 
 def reason(error: Exception) -> str:

@@ -31,6 +31,8 @@ THREADS = {"OMP_WAIT_POLICY": "passive"}
 # For a library that stores every gradient that is most of the time, and a cost of the machine.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
+MEASURABLE = 2**20  # bytes; less is lost among the pages that a process happens to touch
+
 Row = dict[str, Any]
 
 
@@ -76,7 +78,7 @@ def rows_of(workload: str, libraries: list[str], repeats: int, *, keep_memory: b
         row |= measure("time", workload, library, repeats=repeats, environment=timed)
         if "refuses" not in row:
             row |= peak(library)
-        if "peak_bytes" in row and "peak_bytes" in plain:
+        if "peak_bytes" in row and plain.get("peak_bytes", 0) >= MEASURABLE:
             row["memory"] = row["peak_bytes"] / plain["peak_bytes"]
         rows.append(row)
     if seconds := [row["plain_seconds"] for row in rows if "plain_seconds" in row]:

@@ -15,6 +15,7 @@ GROUND = {
     "numerics": frozenset(),
     "rng": frozenset(),
     "types": frozenset({"numerics", "rng"}),
+    "points": frozenset({"types"}),
     "events": frozenset({"types"}),
 }
 STAGES = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxtyping import Float
 from torch import Tensor
@@ -32,3 +32,12 @@ def aggregate(
             "too much; cut the batch into micro-batches and add up their sums"
         )
     return Bounded(gradients.weighted_sum(weights), bound * (1 + SUM_SLACK))
+
+
+def together(sums: Iterable[Bounded]) -> Bounded:
+    """Add sums over the same records, in float64: what bounds a record's share is their sum."""
+    total, *others = sums
+    for other in others:
+        both = {name: x.double() + other.sum[name] for name, x in total.sum.items()}
+        total = Bounded(both, total.l2 + other.l2)
+    return total

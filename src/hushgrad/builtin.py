@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hushgrad.algorithms.named import NAMED
 from hushgrad.clipping import Clip, abadi, automatic, normalize
 from hushgrad.data import DATASETS
 from hushgrad.metrics import Metrics
 from hushgrad.plan import plan
 from hushgrad.recipe import Recipe
+from hushgrad.sampling import FullBatch
 from hushgrad.types import Batch
 
 _TEXT = ("e2e", "sst2")
@@ -80,12 +82,14 @@ def classifier(
     lr: float | None = None,
     momentum: float = 0.9,
     clip: str = "automatic",
+    algorithm: str = "sgd",
     data: Path | None = None,
     seed: int = 0,
 ) -> Recipe:
     """Train a small model on a public data set, by SGD on the mean of clipped gradients.
 
-    ε is 3 if neither it nor a noise multiplier is given. `seed` is that of the first weights.
+    ε is 3 if neither it nor a noise multiplier is given. `seed` is that of the first weights. An
+    `algorithm` of full batches takes one step an epoch.
     """
     split = DATASETS[_one_of("dataset", dataset, CLASSIFIED)](data)
     features, labels = split.train
@@ -99,6 +103,11 @@ def classifier(
         raise ValueError(f"expected lr above 0, got {rate}; 0.1 to 4 is usual")
     if epsilon is None and noise_multiplier is None:
         epsilon = 3.0
+    size_of_batch = min(usual_batch, size) if batch is None else batch
+    chosen = NAMED[_one_of("algorithm", algorithm, tuple(NAMED))](size_of_batch, size)
+    if chosen.own_step:
+        rate, momentum = 1.0, 0.0
+    watched = Metrics(watched=("accuracy",)) if chosen.algorithm.carries_metrics else None
 
     def loss(part: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(network(part[0]), part[1], reduction="none")
@@ -114,13 +123,17 @@ def classifier(
         loss=loss,
         plan=plan(
             records=size,
-            batch=min(usual_batch, size) if batch is None else batch,
+            batch=size if chosen.full else size_of_batch,
             epochs=usual_epochs if epochs is None else epochs,
             delta=delta,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
             clip=CLIPS[_one_of("clip", clip, tuple(CLIPS))](),
-            metrics=Metrics(watched=("accuracy",)),
+            metrics=watched,
+            sampling=FullBatch() if chosen.full else None,
+            relation=chosen.relation,
+            accountant=chosen.accountant,
+            algorithm=chosen.algorithm,
         ),
         correct=correct,
         test=split.test,

@@ -43,9 +43,9 @@ class Books:
         known = self.entry.digests(step) if step < self._replayed else []
         if known and digest not in known:
             times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]
-            again = sum(n > 0 for n in times)
+            again = [step + k for k, n in enumerate(times) if n > 0]
             event = self._plan.released_again(again, times=1 + max(times))
-            reason = f"{again} steps from {step} on came out otherwise, and count again"
+            reason = f"{len(again)} steps from {step} on came out otherwise, and count again"
             self.entry.charge(spend(self._plan, event), reason=reason)
             self._replayed = step
         self.entry.note(step, digest)
@@ -72,12 +72,12 @@ def restored(entry: Entry, plan: Plan, *, step: int, same_batches: bool) -> Book
     """
     if same_batches:
         return Books(entry, plan, replayed=entry.position)
-    again = max(entry.position - step, 0)
+    again = list(range(step, entry.position))
     if isinstance(plan.sampling, Shuffled):
-        again += 1  # the epoch is dealt anew from its middle, and a record may come twice
+        again.append(step)  # the epoch is dealt anew from its middle, and a record may come twice
     if again:
         event = plan.released_again(again, times=1)
-        reason = f"{again} steps since the checkpoint at {step} count again, on other batches"
+        reason = f"{len(again)} steps since the checkpoint at {step} count again, on other batches"
         entry.charge(spend(plan, event), reason=reason)
     return Books(entry, plan)
 

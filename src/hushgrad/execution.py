@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.aggregate import LARGEST_SUM
-from hushgrad.persample import Form, Gradients, auto, certificate_for, per_sample, run_certified
+from hushgrad.persample import (
+    Form,
+    Gradients,
+    auto,
+    certificate_for,
+    compiled,
+    per_sample,
+    run_certified,
+)
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
@@ -21,6 +29,9 @@ from hushgrad.types import Batch, Loss, Params
 class Execution:
     """The form of per-sample gradients, and how many records are worked on at once.
 
+    With `compile` the fast form is recorded and compiled by `torch.compile`; where it cannot be, a
+    line in the log says why, and `form` is taken as it is.
+
     Without `micro_batch` a batch is taken in one piece, or in pieces of 1024 if it is larger; a
     loss of K views takes pieces of a Kth of that, so that it needs no more memory. `loss_scale`, a
     power of two, multiplies the losses on their way back and is divided out before norms are taken,
@@ -30,6 +41,7 @@ class Execution:
 
     form: Form | Sequence[Form] = auto
     micro_batch: int | None = None
+    compile: bool = False
     loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -43,15 +55,21 @@ class Execution:
                 "batch in one piece"
             )
 
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms to try, in turn."""
+        forms = (self.form,) if isinstance(self.form, Form) else tuple(self.form)
+        return (compiled, *forms) if self.compile else forms
+
     def gradients(
         self, loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module] = ()
     ) -> Gradients:
         """Per-sample gradients of one micro-batch."""
         if self.loss_scale == 1:
-            return per_sample(loss, params, batch, form=self.form, modules=modules)
+            return per_sample(loss, params, batch, form=self.forms, modules=modules)
         scale = self.loss_scale
         scaled = per_sample(
-            lambda part: scale * loss(part), params, batch, form=self.form, modules=modules
+            lambda part: scale * loss(part), params, batch, form=self.forms, modules=modules
         )
         return (1 / scale) * scaled
 
@@ -65,7 +83,7 @@ class Execution:
         """
         size = count(batch)
         step = min(max((self.micro_batch or LARGEST_SUM) // rows, 1), LARGEST_SUM)
-        yield cut(batch, 0, min(step, size))
+        yield batch if size <= step else cut(batch, 0, step)
         for start in range(step, size, step):
             with restored({}, modules):
                 yield cut(batch, start, min(start + step, size))

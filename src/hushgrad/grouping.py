@@ -26,7 +26,8 @@ class Groups:
         for name, square in sq_norms.items():
             members[self.of[name]].append(square)
         # One after the other: `sum` changes its order, and a record's bits, with the batch.
-        return torch.stack([torch.stack(group).cumsum(0)[-1] for group in members], 1).sqrt()
+        squares = [torch.stack(group).cumsum(0)[-1] for group in members]
+        return (torch.stack(squares, 1) if len(squares) > 1 else squares[0].unsqueeze(1)).sqrt()
 
     def spread(self, weights: Float[Tensor, "batch group"]) -> dict[str, Float[Tensor, " batch"]]:
         """Give every parameter its group's weights."""

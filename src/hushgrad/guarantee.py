@@ -63,12 +63,26 @@ class Guarantee:
             budget = f"reproducible, not private: {budget} if the seed were unknown"
         return "\n".join(
             [
-                f"{budget}, {_NEIGHBOURS[plan.relation]}, {plan.sampling.statement}, "
+                f"{budget}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
                 f"{plan.accountant.name.upper()} accountant",
                 f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken",
+                f"algorithm {plan.algorithm!r}, which gives out {plan.algorithm.output.statement}",
                 "one record is the unit of privacy; independence of records: tested, not proved; "
                 "rounding in a sum: measured below 0.1 % of the bound",
                 "not counted: the yes or no of a certification, timing and other side channels",
             ]
         )
+
+
+def _sampled(plan: Plan) -> str:
+    """How batches were sampled; where an algorithm's steps differ, each way with its steps."""
+    if len(plan.stages) == 1:
+        return plan.stages[0][0].sampling.statement
+    sigma = plan.noise_multiplier
+    each = [
+        f"{stage.sampling.statement}, noise multiplier {sigma * stage.noise:.4g}, at {count} of "
+        f"{plan.steps} steps"
+        for stage, count in plan.stages
+    ]
+    return "; ".join(each)

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+_LEAF = (Tensor, np.ndarray)
+_PLAIN = (tuple, list)
+
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to each tensor or array of a nested structure and keep everything else."""
-    if isinstance(tree, Tensor | np.ndarray):
+    if isinstance(tree, _LEAF):
         return function(tree)
+    if type(tree) in _PLAIN:
+        return type(tree)([map_leaves(function, value) for value in tree])
     if isinstance(tree, Mapping):
         mapped = {key: map_leaves(function, value) for key, value in tree.items()}
         return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]

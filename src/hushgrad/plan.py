@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dp_accounting import DpEvent, SelfComposedDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 
 from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
+from hushgrad.algorithms import Algorithm, Course, Sgd, Stage
+from hushgrad.algorithms.algorithm import counted
 from hushgrad.clipping import Adaptive, Clip, automatic
+from hushgrad.events import repeated
 from hushgrad.grouping import Grouping, whole
 from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, gaussian
 from hushgrad.sampling import Poisson, Sampling, require_relation
-from hushgrad.types import Relation
+from hushgrad.types import Refused, Relation
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Plan:
     groups: Grouping = whole
     accountant: Accountant = PLD
     metrics: Metrics | None = None
+    algorithm: Algorithm = field(default_factory=Sgd)
 
     def __post_init__(self) -> None:
         require_relation(self.sampling, self.relation)
@@ -58,20 +63,48 @@ class Plan:
                 "expected metrics with adaptive clipping, which follows the share of clipped "
                 "records, got none; pass metrics=Metrics()"
             )
+        if self.algorithm.output.silent and self.metrics is not None:
+            raise Refused(
+                f"expected no metrics with the output {self.algorithm.output}, which allows "
+                "nothing else to leave, got some; leave them out, or choose another output"
+            )
+        if self.metrics is not None and not self.algorithm.carries_metrics:
+            raise Refused(
+                f"expected no metrics with {self.algorithm!r}, which does not release one sum for "
+                "each step, got some; leave them out"
+            )
+        self.algorithm.check(self.course)
 
     @property
-    def noise(self) -> Noise:
-        """The noise that is added at each step."""
-        return gaussian(self.noise_multiplier)
+    def course(self) -> Course:
+        """What the algorithm is told of the plan."""
+        return Course(self.sampling, self.records, self.relation, self.clip)
+
+    def stage(self, step: int) -> Stage:
+        """The batch of one step, and how much noise it gets relative to σ."""
+        return self.algorithm.stage(step, self.course)
+
+    @cached_property
+    def stages(self) -> list[tuple[Stage, int]]:
+        """The stages that there are, with how many steps are of each."""
+        return counted(self.stage(step) for step in range(self.steps))
+
+    def noise(self, step: int) -> Noise:
+        """The noise that is added at one step."""
+        return gaussian(self.noise_multiplier * self.stage(step).noise)
+
+    def divisor_at(self, step: int) -> float:
+        """The public number that a step's sum is divided by: the expected size of its batch."""
+        return self.stage(step).sampling.expected_batch(self.records)
 
     @property
     def divisor(self) -> float:
-        """The public number that each step's sum is divided by: the expected size of a batch."""
+        """The divisor of an ordinary step."""
         return self.sampling.expected_batch(self.records)
 
     def event(self, steps: int) -> DpEvent:
-        """The first steps of the run, as one event."""
-        return self.sampling.run_event(self.noise.event, num_records=self.records, num_steps=steps)
+        """A run of so many steps, as one event."""
+        return _event(self.algorithm, self.noise_multiplier, steps, self.course)
 
     @cached_property
     def epsilon(self) -> float:
@@ -88,15 +121,17 @@ class Plan:
             return math.inf
         return self.accountant.epsilon(event, delta=self.delta, relation=self.relation)
 
-    def released_again(self, steps: int, *, times: int) -> DpEvent:
-        """Some steps whose batches were released `times` times over, as one event.
+    def released_again(self, steps: Iterable[int], *, times: int) -> DpEvent:
+        """These steps, whose batches were released `times` times over, as one event.
 
         Releases of one batch share its sampling: together they are one of σ/√times.
         """
-        noise = gaussian(self.noise_multiplier / math.sqrt(times))
-        return SelfComposedDpEvent(
-            self.sampling.amplify(noise.event, num_records=self.records), steps
-        )
+        each = []
+        for stage, count in counted(self.stage(step) for step in steps):
+            noise = gaussian(self.noise_multiplier * stage.noise / math.sqrt(times))
+            again = stage.sampling.amplify(noise.event, num_records=self.records)
+            each.append(repeated(count, again))
+        return each[0] if len(each) == 1 else ComposedDpEvent(each)
 
     def terms(self) -> dict[str, Any]:
         """Everything that the guarantee depends on, in words and numbers that JSON can hold."""
@@ -112,6 +147,7 @@ class Plan:
             "groups": getattr(self.groups, "__name__", repr(self.groups)),
             "accountant": self.accountant.name,
             "metrics": None if self.metrics is None else self.metrics.terms(),
+            "algorithm": repr(self.algorithm),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -133,13 +169,15 @@ def plan(
     groups: Grouping = whole,
     accountant: Accountant = PLD,
     metrics: Metrics | None = None,
+    algorithm: Algorithm | None = None,
 ) -> Plan:
     """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
 
     The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
     threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`. With a
     `sampling` of one's own, `batch` says only how many steps an epoch has.
-    Adaptive clipping brings the metrics that it follows.
+    Adaptive clipping brings the metrics that it follows. The algorithm is DP-SGD unless another of
+    `hushgrad.algorithms` is given.
 
     >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
     >>> p.steps, round(p.epsilon, 2)
@@ -157,13 +195,15 @@ def plan(
         raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
     steps = math.ceil(epochs * records / batch - 1e-9)
     drawn = Poisson(batch / records) if sampling is None else sampling
+    rule = automatic() if clip is None else clip
+    chosen = Sgd() if algorithm is None else algorithm
+    course = Course(drawn, records, relation, rule)
     require_relation(drawn, relation)
+    chosen.check(course)
     if noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier, _ = least_noise(
-            lambda sigma: drawn.run_event(
-                gaussian(sigma).event, num_records=records, num_steps=steps
-            ),
+            lambda sigma: _event(chosen, sigma, steps, course),
             Target(epsilon, delta, relation, accountant),
         )
     return Plan(
@@ -173,8 +213,16 @@ def plan(
         noise_multiplier=noise_multiplier,
         delta=delta,
         relation=relation,
-        clip=automatic() if clip is None else clip,
+        clip=rule,
         groups=groups,
         accountant=accountant,
         metrics=Metrics() if metrics is None and isinstance(clip, Adaptive) else metrics,
+        algorithm=chosen,
     )
+
+
+def _event(algorithm: Algorithm, sigma: float, steps: int, course: Course) -> DpEvent:
+    def rounds(count: int) -> DpEvent:
+        return algorithm.event(sigma, steps=count, course=course)
+
+    return algorithm.output.event(rounds, steps)

@@ -1,21 +1,27 @@
-"""One private step: the stages in order."""
+"""One private step: what an algorithm asks of a batch, and the stages in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
-from hushgrad.aggregate import aggregate
+from hushgrad.aggregate import aggregate, together
 from hushgrad.augmentation import rows_per_record
 from hushgrad.clipping import Clip, automatic
 from hushgrad.execution import Execution
 from hushgrad.grouping import Grouping, whole
 from hushgrad.metrics import Metrics
-from hushgrad.noise import release
-from hushgrad.plan import Plan
+from hushgrad.noise import Noise, release
+from hushgrad.persample import Gradients
+from hushgrad.persample.watch import restored
+from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
-from hushgrad.types import Batch, Bounded, Loss, Params, Released
+from hushgrad.types import Batch, Bounded, Loss, Params, PerSample, Refused, Relation, Released
 
 Observed = Callable[[Batch], Mapping[str, Tensor]]
 """The watched values of a micro-batch's records, by name."""
@@ -24,35 +30,153 @@ _AUTOMATIC = automatic()
 _PLAIN = Execution()
 
 
-def private_gradient(
-    loss: Loss,
-    params: Params,
-    batch: Batch,
-    *,
-    plan: Plan,
-    clip: Clip,
-    step: int,
-    rng: Rng,
-    modules: Sequence[nn.Module] = (),
-    execution: Execution = _PLAIN,
-    observed: Observed = lambda part: {},
-) -> Released:
-    """The sum of the batch's clipped per-sample gradients, with the plan's metrics and noise.
+@dataclass(frozen=True)
+class Term:
+    """What is summed for each record: a per-sample gradient, clipped by a rule, times `factor`.
 
-    Guarantees: the noise is added once, whatever the batch, and scaled by the bound on one record.
+    `losses` are the records' losses where they are not those of `gradients`.
     """
-    total = clipped_sum(
-        loss,
-        params,
-        batch,
-        clip=clip,
-        groups=plan.groups,
-        modules=modules,
-        execution=execution,
-        metrics=plan.metrics,
-        observed=observed,
-    )
-    return release(total, plan.noise, rng=rng, step=step)
+
+    gradients: PerSample
+    clip: Clip
+    factor: float = 1.0
+    losses: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch, and the per-sample gradients of its records at one point or at two."""
+
+    loss: Loss
+    params: Params
+    batch: Batch
+    modules: Sequence[nn.Module]
+    execution: Execution
+
+    @cached_property
+    def here(self) -> Gradients:
+        """Gradients at the model's point."""
+        return self.execution.gradients(self.loss, self.params, self.batch, self.modules)
+
+    def at(self, point: Values) -> Gradients:
+        """Gradients at another point, by the random draws and buffers that `here` starts from.
+
+        To be asked for before `here`, which moves them on.
+        """
+        assert "here" not in vars(self)
+        with (
+            torch.random.fork_rng(),
+            restored({}, self.modules),
+            swapped(self.params, point),
+        ):
+            return self.execution.gradients(self.loss, self.params, self.batch, self.modules)
+
+
+Ask = Callable[[Part], Sequence[Term]]
+"""A query: what is summed for the records of a micro-batch, as terms that are added up."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over a batch: the loss, where gradients are taken, and how."""
+
+    loss: Loss
+    params: Params
+    batch: Batch
+    groups: Grouping = whole
+    modules: Sequence[nn.Module] = ()
+    execution: Execution = _PLAIN
+    metrics: Metrics | None = None
+    observed: Observed = lambda part: {}
+
+    def sum(self, ask: Ask) -> Bounded:
+        """Sum what is asked for over the records, with their metrics beside it.
+
+        Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the
+        record and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
+        """
+        partition = self.groups(tuple(self.params))
+        groups = len(partition.names)
+        total: Bounded | None = None
+        for part in self.parts():
+            terms = list(ask(part))
+            norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
+            weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
+            bounded = together(
+                aggregate(
+                    term.gradients,
+                    partition.spread(term.factor * w),
+                    bound=term.factor * term.clip.bound(groups),
+                )
+                for term, w in zip(terms, weights, strict=True)
+            )
+            if self.metrics is not None:
+                losses = terms[0].losses
+                losses = terms[0].gradients.losses if losses is None else losses
+                rows = self.metrics.rows(losses, norms[0], weights[0], self.observed(part.batch))
+                bounded = self.metrics.beside(bounded, rows)
+            total = bounded if total is None else total + bounded
+        assert total is not None
+        return total
+
+    def parts(self) -> Iterator[Part]:
+        """The micro-batches; an empty batch is one."""
+        rows = rows_per_record(self.loss)
+        for piece in self.execution.parts(self.batch, self.modules, rows=rows):
+            yield Part(self.loss, self.params, piece, self.modules, self.execution)
+
+
+@dataclass
+class Round:
+    """One step of an algorithm: a batch that may be asked once, and the noise of the answer.
+
+    Guarantees: noise is added once, whatever the batch, and scaled by the bound on one record.
+    `bounded` is the sum without it, and private. What has been released is in `releases`.
+    `regulariser` reads no record; `penalty` is its gradient, once it is added to the estimate.
+    """
+
+    work: Pass
+    clip: Clip
+    noise: Noise
+    divisor: float
+    step: int
+    rng: Rng
+    relation: Relation = Relation.ADD_REMOVE
+    regulariser: Callable[[], Tensor] | None = None
+    bounded: Bounded | None = None
+    releases: list[Released] = field(default_factory=list)
+    penalty: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Params:
+        """The parameters, at the point where gradients are taken."""
+        return self.work.params
+
+    @property
+    def digest(self) -> bytes:
+        """What tells a replay of the step's releases from others."""
+        each = [released.digest for released in self.releases]
+        return each[0] if len(each) == 1 else hashlib.blake2b(b"".join(each)).digest()[:16]
+
+    def mean(self, ask: Ask) -> dict[str, Tensor]:
+        """The released sum of what is asked for, divided by the public size of a batch."""
+        if self.releases:
+            raise Refused(
+                "expected one query for each step, which is what the plan accounts for, got a "
+                "second; ask for both as terms of one"
+            )
+        self.bounded = self.work.sum(ask)
+        released = release(self.bounded, self.noise, rng=self.rng, step=self.step)
+        self.releases.append(released)
+        values = released.values
+        return {name: values[name].div_(self.divisor) for name in self.params}  # in their memory
+
+
+def gradient_of(function: Callable[[], Tensor], params: Params) -> dict[str, Tensor]:
+    """The gradient of a function of the parameters alone; what it does not use is left out."""
+    with torch.enable_grad():
+        found = torch.autograd.grad(function(), list(params.values()), allow_unused=True)
+    return {n: g for n, g in zip(params, found, strict=True) if g is not None}
 
 
 def clipped_sum(
@@ -72,17 +196,5 @@ def clipped_sum(
     Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
     and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
     """
-    partition = groups(tuple(params))
-    total: Bounded | None = None
-    for part in execution.parts(batch, modules, rows=rows_per_record(loss)):
-        gradients = execution.gradients(loss, params, part, modules)
-        norms = partition.norms(gradients.sq_norms())
-        weights = clip.weights(norms)
-        shares = partition.spread(weights)
-        bounded = aggregate(gradients, shares, bound=clip.bound(len(partition.names)))
-        if metrics is not None:
-            rows = metrics.rows(gradients.losses, norms, weights, observed(part))
-            bounded = metrics.beside(bounded, rows)
-        total = bounded if total is None else total + bounded
-    assert total is not None
-    return total
+    work = Pass(loss, params, batch, groups, modules, execution, metrics, observed)
+    return work.sum(lambda part: [Term(part.here, clip)])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
@@ -19,11 +20,12 @@ from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
 from hushgrad.plan import Plan
+from hushgrad.points import move
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
-from hushgrad.sampling import Loader, Scheme, Stated
-from hushgrad.step import private_gradient
-from hushgrad.types import Batch, Loss, Params, Refused, Released
+from hushgrad.sampling import Draws, Loader, Stated
+from hushgrad.step import Pass, Round, gradient_of
+from hushgrad.types import Batch, Loss, Params, Refused
 
 _REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _PLAIN = Execution()
@@ -54,23 +56,27 @@ class Run:
         self._memory, self._execution = memory, execution
         self._params: Params = _trainable(model)
         self._clip = plan.clip.at(plan.clip.clip_norm)
+        self._remembered: dict[str, Any] = {}
+        self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
         self._position = self.steps_taken = 0
         self._drawn: int | None = None
         self._finished = False
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
-        return self.plan.steps
+        return self.plan.algorithm.output.length(self._output, self.plan.steps)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left; each is good for one step.
 
         A loop that others have overtaken ends at the plan's end, and is refused before it.
         """
-        steps = range(self._position, self.plan.steps)
+        steps = range(self._position, len(self))
         for step, batch in enumerate(self._batches(steps), steps.start):
-            if self._position == self.plan.steps:
+            if self._position == len(self):
                 return
+            if self._remembered.get("over"):
+                break
             if self._position != step:
                 raise Refused(
                     "expected one loop over the run at a time, got another that went on meanwhile; "
@@ -103,28 +109,25 @@ class Run:
         self._require_same_parameters()
         self._require_watched(watch)
         self._drawn = None
-        step = self._position - 1
+        for p in self._params.values():
+            p.grad = None  # the last step's, which would only take memory
+        plan, step = self.plan, self._position - 1
+        round = self._round(loss, batch, watch, step, penalty)
         with _own_randomness(self._memory.rng.derive("model", step)):
-            released = private_gradient(
-                loss,
-                self._params,
-                batch,
-                plan=self.plan,
-                clip=self._clip,
-                step=step,
-                rng=self._memory.rng,
-                modules=(self._model,),
-                execution=self._execution,
-                observed=lambda part: self._observed(watch, part, step),
-            )
-        self._memory.released(step, released.digest)
-        self._read(step, released)
+            estimate, remembered = plan.algorithm.step(round, self._remembered)
+        self._memory.released(step, round.digest)
+        self._remembered = remembered
+        self._read(round)
         for name, p in self._params.items():
-            p.grad = released.values[name].div_(self.plan.divisor).to(p.dtype)  # in its own memory
-        if penalty is not None:
-            _add_gradient(penalty, self._params)
-        self._optimizer.step()
+            p.grad = estimate[name].to(p.dtype)
+        if round.regulariser is not None:
+            round.penalty = gradient_of(round.regulariser, self._params)
+            _add(round.penalty, self._params)
+        output = plan.algorithm.output
+        self._output = output.before(self._output, round)
+        plan.algorithm.update(self._params, self._optimizer)
         self.steps_taken += 1
+        self._output = output.after(self._output, self._params, self.steps_taken)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -149,8 +152,11 @@ class Run:
 
     def finish(self) -> None:
         """End the run: settle its budget and destroy its key. The end of its batches does so."""
+        found = self.plan.algorithm.output.result(self._output)
+        if found is not None:
+            move(self._params, found)
         self._memory.finish(self)
-        self._position, self._finished = self.plan.steps, True
+        self._position, self._finished = len(self), True
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself."""
@@ -161,6 +167,8 @@ class Run:
             "readings": [[r.step, list(r.values.values())] for r in self.readings],
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
+            "algorithm": self._remembered,
+            "output": self._output,
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -171,6 +179,7 @@ class Run:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._clip = self.plan.clip.at(state["clip_norm"])
+        self._remembered, self._output = state["algorithm"], state["output"]
         self._position, self.steps_taken = state["step"], state["taken"]
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = [
@@ -185,11 +194,43 @@ class Run:
             for name, values in watch.items()
         }
 
-    def _read(self, step: int, released: Released) -> None:
+    def _round(
+        self,
+        loss: Loss,
+        batch: Batch,
+        watch: Mapping[str, Values],
+        step: int,
+        penalty: Callable[[], Tensor] | None,
+    ) -> Round:
+        plan = self.plan
+        work = Pass(
+            loss,
+            self._params,
+            batch,
+            groups=plan.groups,
+            modules=(self._model,),
+            execution=self._execution,
+            metrics=plan.metrics,
+            observed=lambda part: self._observed(watch, part, step),
+        )
+        return Round(
+            work,
+            self._clip,
+            plan.noise(step),
+            plan.divisor_at(step),
+            step=step,
+            rng=self._memory.rng,
+            relation=plan.relation,
+            regulariser=penalty,
+        )
+
+    def _read(self, round: Round) -> None:
         metrics = self.plan.metrics
         if metrics is not None:
-            values = metrics.read(released.values[NAME], l2=released.l2, expected=self.plan.divisor)
-            self.readings.append(Reading(step, values))
+            (released,) = round.releases
+            found = released.values[NAME]
+            values = metrics.read(found, l2=released.l2, expected=round.divisor)
+            self.readings.append(Reading(round.step, values))
             self._clip = self.plan.clip.moved(self._clip, values["clipped"])
 
     def _require_drawn(self, batch: Batch) -> None:
@@ -259,6 +300,11 @@ def train(
             f"{type(optimizer).__name__}; use SGD or Adam"
         )
     check_optimizer(optimizer, _trainable(model))
+    if plan.algorithm.output.silent and folder is not None:
+        raise Refused(
+            f"expected no folder with the output {plan.algorithm.output}, which allows nothing "
+            "else to leave, got one; leave it out, or choose another output, such as uniform()"
+        )
     loader = _loader(data, plan)
     memory = remembered(
         plan=plan,
@@ -303,9 +349,11 @@ def _batches(
     sampling = plan.sampling
     if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
-    assert isinstance(sampling, Scheme) and loader is not None
+    alike = all(stage.sampling == sampling for stage, _ in plan.stages)
+    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
+    assert isinstance(scheme, Draws) and loader is not None
     return lambda steps: loader.batches(
-        sampling, num_records=plan.records, steps=steps, rng=memory.sampling
+        scheme, num_records=plan.records, steps=steps, rng=memory.sampling
     )
 
 
@@ -330,10 +378,8 @@ def _trainable(model: nn.Module) -> Params:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _add_gradient(penalty: Callable[[], Tensor], params: Params) -> None:
-    with torch.enable_grad():
-        found = torch.autograd.grad(penalty(), list(params.values()), allow_unused=True)
-    for p, gradient in zip(params.values(), found, strict=True):
-        if gradient is not None:
-            assert p.grad is not None
-            p.grad += gradient
+def _add(gradient: Mapping[str, Tensor], params: Params) -> None:
+    for name, extra in gradient.items():
+        p = params[name]
+        assert p.grad is not None
+        p.grad += extra

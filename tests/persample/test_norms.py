@@ -211,6 +211,24 @@ def test_a_record_that_is_not_finite_has_norm_inf_and_can_be_left_out(
     assert torch.allclose(total, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e19, math.inf])
+def test_a_mate_whose_norm_takes_a_second_look_moves_no_bits(t: int, scale: float) -> None:
+    """All parameters are looked at once; where one record fails, each is looked at by itself."""
+    a, b = torch.randn(8, t, 20), torch.randn(8, t, 30)
+    weights = torch.rand(8, dtype=torch.float64)
+    weights[7] = 0
+    found = []
+    for loud in (1.0, scale):
+        beside = torch.cat([b[:7], b[7:] * loud])
+        params = {"w": nn.Parameter(torch.zeros(30, 20)), "v": nn.Parameter(torch.zeros(30))}
+        uses = {"w": {(0,): Outer(a, beside)}, "v": {(0,): Dense(beside.sum(1))}}
+        gradients = Gradients(uses, params, torch.zeros(8), 8)
+        sums = gradients.weighted_sum(dict.fromkeys(params, weights))
+        found.append([x[:7] for x in gradients.sq_norms().values()] + [*sums.values()])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_tied_embedding_and_head_that_cancel() -> None:
     """A look-up and an outer product of one table, built to be nearly opposite."""
     rows, width, t = 12, 16, 5

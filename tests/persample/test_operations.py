@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from uses import Uses, away_from_zero, loss_of, weigh
 
-from hushgrad.persample import auto, rules, traced
+from hushgrad.persample import auto, convolution, rules, traced
 from hushgrad.types import NotCovered, Refused
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -145,6 +145,26 @@ def test_convolution_of_flattened_frames() -> None:
         return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     check(loss_of(model), layer, torch.randn(5, 4, 2, 6, 6))
+
+
+def test_convolution_gradients_that_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More records than one call takes, and a record has the bits of any other cut."""
+    settings = convolution.Geometry((8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    x, g = torch.randn(40, 1, 8, 6, 6), torch.randn(40, 1, 8, 6, 6)
+    whole = convolution._materialise(x, g, settings)
+    monkeypatch.setattr(convolution, "_PIECE", 16 * whole[0].nbytes)
+    assert torch.equal(convolution._materialise(x, g, settings), whole)
+    layer = nn.Conv2d(8, 8, 3, padding=1)
+    check(loss_of(layer), layer, torch.randn(40, 8, 6, 6))
+
+
+def test_group_norm_of_flattened_frames() -> None:
+    layer = nn.GroupNorm(2, 4)
+
+    def model(x: Tensor) -> Tensor:
+        return layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    check(loss_of(model), layer, torch.randn(5, 3, 4, 2, 3))
 
 
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

@@ -49,6 +49,9 @@ def train(
     batch: Annotated[str | None, _of_recipe("the expected size of a batch")] = None,
     epochs: Annotated[str | None, _of_recipe("expected passes over the data")] = None,
     lr: Annotated[str | None, _of_recipe("the learning rate")] = None,
+    algorithm: Annotated[
+        str | None, _of_recipe("sgd, gd, srm, spiderboost, rrpsgd, agd or ldp, without a RECIPE")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="the folder of the data sets; HUSHGRAD_DATA if left out")
     ] = None,
@@ -75,7 +78,7 @@ def train(
     written or spent then. Ctrl-C leaves a checkpoint and exits with 130.
     """
     named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}
-    named |= {"batch": batch, "epochs": epochs, "lr": lr}
+    named |= {"batch": batch, "epochs": epochs, "lr": lr, "algorithm": algorithm}
     with ExitStack() as stack:
         with sentences():
             asked = asked_for(arguments or [], named)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
 from hushgrad.persample.certify import Certificate, certify, extend, retest
-from hushgrad.persample.forms import Form, auto, dense, loop, recomputed, traced
+from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
 
 __all__ = [
     "Form",
@@ -25,6 +25,7 @@ __all__ = [
     "auto",
     "certificate_for",
     "check_optimizer",
+    "compiled",
     "dense",
     "difference",
     "loop",
@@ -75,8 +76,9 @@ def per_sample(
         _certificates.add(key, certificate, subject)
     _log.info("certified the form %s for %d parameters", certificate.form, len(params))
     for name, reason in certificate.why_not.items():
-        _log.info("not %s: %s", name, reason)
-    gradients = run_certified(certificate, subject, batch)
+        asked_for = name == compiled.name
+        _log.log(logging.WARNING if asked_for else logging.INFO, "not %s: %s", name, reason)
+    gradients = _run(certificate, subject, batch)
     if gradients is None:
         raise Refused(
             "the sequence of operations on private parameters changes from batch to batch in a way "
@@ -104,7 +106,7 @@ def certificate_for(
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
     step = certificate.steps + 1
-    subject = replace(subject, free_buffers=certificate.free_buffers)
+    subject = _as_certified(subject, certificate)
     try:
         if certificate.padded(size) > certificate.largest:
             extend(certificate, subject, batch, size)
@@ -112,26 +114,42 @@ def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None
-    gradients = run_certified(certificate, subject, batch)
+    gradients = _run(certificate, subject, batch)
     if gradients is not None:
         certificate.steps = step
     return gradients
 
 
+def _run(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
+    """Run as certified; a program that fails its proof gives way to what it was made from."""
+    try:
+        return run_certified(certificate, subject, batch)
+    except NotCovered as refusal:
+        if not certificate.form.compiles:
+            raise
+        _log.warning("not %s from here on: %s", certificate.form, refusal)
+        certificate.take(traced)
+        return run_certified(certificate, subject, batch)
+
+
+def _as_certified(subject: Subject, certificate: Certificate) -> Subject:
+    free = certificate.free_buffers
+    return subject if subject.free_buffers == free else replace(subject, free_buffers=free)
+
+
 def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
-    subject = replace(subject, free_buffers=certificate.free_buffers)
+    subject = _as_certified(subject, certificate)
     size = records.count(batch)
     padded = certificate.padded(size)
     whole = records.pad(batch, size, padded)
-    run = certificate.form.run
     try:
         with (
             undone_if_it_fails(subject.modules if subject.free_buffers else ()),
             guarded(subject.params, subject.modules, subject.free_buffers),
         ):
             with subject.rewound():
-                gradients = run(subject, whole, size, padded, certificate.sites)
+                gradients = certificate.run(subject, whole, size, padded, certificate.sites)
             subject.advance(batch)
             gradients.form = certificate.form.name
             return gradients

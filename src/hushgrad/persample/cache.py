@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from hushgrad.persample import records
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.forms import Form
-from hushgrad.persample.subject import Subject
+from hushgrad.persample.subject import Subject, contents
 from hushgrad.types import Batch
 
 Key = tuple[Hashable, ...]
@@ -79,7 +79,7 @@ def _switches(module: nn.Module) -> tuple[Hashable, ...]:
 
     Numbers are left out: a module may count its own passes in one.
     """
-    plain = (x for x in vars(module).values() if isinstance(x, bool | str))
+    plain = (x for x in vars(module).values() if isinstance(x, (bool, str)))
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (id(type(module)), *plain, *map(id, hooks))
 
@@ -102,7 +102,7 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     if code is None:  # a module, or another object that can be called
         own = {} if isinstance(loss, nn.Module) else getattr(loss, "__dict__", {})
         return [loss, *own.values()]
-    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    cells = [contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     known = function.__globals__
     names = [known[name] for name in code.co_names if name in known]
@@ -113,20 +113,13 @@ def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     return [code, *bound, *plain, *inner]
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 def _value(x: Any) -> Hashable:
     """A value where it can be told, else the object's identity.
 
     Of a real number only the sign counts: one that varies from step to step (an annealed weight)
     is no reason to start anew, one that was zero is.
     """
-    if isinstance(x, bool | int | str | bytes | CodeType | type(None)):
+    if isinstance(x, (bool, int, str, bytes, CodeType, type(None))):
         return (type(x), x)
     if isinstance(x, float):
         return (float, (x > 0) - (x < 0))

@@ -36,7 +36,7 @@ class Call:
     """One intercepted operation on a batch, as its rule sees it."""
 
     tape: Operands
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # a rule may put one in its place that gives the same result
     batch: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]

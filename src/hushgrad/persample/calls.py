@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_KERNELS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
 
 def name_of(function: Any) -> str:
     """An operation's name; reading or setting an attribute is `get shape`, `set data`."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, _KERNELS):
         return str(function)  # a kernel of someone's own, with its namespace
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__"):
@@ -23,7 +25,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a call's arguments, which nest tuples, lists and one dictionary."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, (tuple, list)):
         return [x for branch in tree for x in tensors_in(branch)]
     if isinstance(tree, dict):
         return [x for branch in tree.values() for x in tensors_in(branch)]
@@ -36,7 +38,7 @@ def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, torch.Size):
         return tree
-    if isinstance(tree, tuple | list):  # torch's named results are also made from a sequence
+    if isinstance(tree, (tuple, list)):  # torch's named results are also made from a sequence
         return type(tree)(map_in(function, x) for x in tree)
     if isinstance(tree, dict):
         return {key: map_in(function, x) for key, x in tree.items()}

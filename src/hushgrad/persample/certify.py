@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.persample import records
-from hushgrad.persample.forms import Form, traced
+from hushgrad.persample.compiled import VECTOR
+from hushgrad.persample.forms import Form, Run, traced
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.independence import (
     OTHER_PROGRAM,
@@ -55,6 +56,7 @@ class Certificate:
     """What was proved about one loss, its parameters and the shapes of its batches."""
 
     form: Form
+    run: Run
     sites: tuple[Site, ...]
     free_buffers: frozenset[Key]
     largest: int
@@ -63,6 +65,10 @@ class Certificate:
     multiple: int
     lasting: bool  # False if all records were alike, so that the next batch must be tested anew
     steps: int = 0
+
+    def take(self, form: Form) -> None:
+        """Go on in another form that follows the same call sites."""
+        self.form, self.run = form, form.start(self.evidence.precision)
 
     def padded(self, size: int) -> int:
         """The multiple that a batch of `size` records is filled up to."""
@@ -97,12 +103,14 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
         refuse_unreached(subject, oracle)
         passes = Passes(subject, oracle)
         multiple = multiple_for(passes, size)
+        if any(form.compiles for form in forms):
+            multiple = _coarse(multiple, size)
         largest = records.padded_size(size, multiple)
         sizes = (*probe_sizes(subject.params, few), largest)
         check_independence(passes, sizes, evidence)
         for form in forms:
             try:
-                sites = _certify_form(form, subject, oracle, largest, evidence)
+                run, sites = _certify_form(form, subject, oracle, largest, evidence)
             except NotCovered as refusal:
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
@@ -111,7 +119,7 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
                 lasting = len(distinct(oracle.records)) > 1
                 buffers = subject.free_buffers
                 return Certificate(
-                    form, sites, buffers, largest, evidence, why_not, multiple, lasting
+                    form, run, sites, buffers, largest, evidence, why_not, multiple, lasting
                 )
     reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
     raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
@@ -130,19 +138,33 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
 
 def _certify_form(
     form: Form, subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
-) -> tuple[Site, ...]:
+) -> tuple[Run, tuple[Site, ...]]:
     sites = _certify_sites(subject, oracle, largest, evidence) if form.replays else ()
-    if form is not traced:
+    run = form.start(oracle.precision)
+    if form.compiles:
+        run(subject, oracle.probe(largest), largest, largest, sites)
+    elif form is not traced:
         size = oracle.count
         try:
             with WithoutRandomness(), subject.rewound():
-                gradients = form.run(subject, oracle.records, size, size, sites)
+                gradients = run(subject, oracle.records, size, size, sites)
                 wrong = compare(gradients, oracle, evidence)
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(_reason(error)) from error
         if wrong:
             raise NotCovered(differs(wrong))
-    return sites
+    return run, sites
+
+
+_FINEST_SHARE = 24  # not a power of two: batches near one should all get the same multiple
+
+
+def _coarse(multiple: int, size: int) -> int:
+    """A multiple that batches near `size` reach in few steps: each number of records compiles."""
+    multiple = max(multiple, VECTOR)
+    while multiple * _FINEST_SHARE < size:
+        multiple *= 2
+    return multiple
 
 
 # --- the call sites -----------------------------------------------------------------------------

@@ -25,6 +25,9 @@ class Dense:
     def parts(self) -> tuple[Tensor, ...]:
         return (self.values,)
 
+    def with_parts(self, parts: list[Tensor]) -> Dense:
+        return Dense(*parts)
+
     @property
     def batch(self) -> int:
         return self.values.shape[0]
@@ -51,8 +54,8 @@ class Dense:
         return self.values
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
-        total: Tensor = torch.tensordot(weights.to(self.values.dtype), self.values, 1)
-        return total
+        values = self.values.reshape(self.batch, -1)
+        return (weights.to(values.dtype) @ values).reshape(self.values.shape[1:])
 
     def masked(self, keep: Tensor) -> Dense:
         """Replace the dropped records' gradients by zero, nan included."""
@@ -69,6 +72,9 @@ class Outer:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.a, self.b)
+
+    def with_parts(self, parts: list[Tensor]) -> Outer:
+        return Outer(*parts)
 
     @property
     def batch(self) -> int:
@@ -103,7 +109,7 @@ class Outer:
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
-        a, b, w = self.a, self.b, weights.to(self.a.dtype)[:, None, None]
+        a, b, w = self.a, self.b, weights.to(self.a.dtype).view(-1, 1, 1)
         a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
         return b.flatten(0, 1).mT @ a.flatten(0, 1)
 
@@ -122,6 +128,10 @@ class OneHot:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.index, self.b)
+
+    def with_parts(self, parts: list[Tensor]) -> OneHot:
+        index, b = parts
+        return replace(self, index=index, b=b)
 
     @property
     def batch(self) -> int:
@@ -179,6 +189,9 @@ class Rows:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return self.inner.parts
+
+    def with_parts(self, parts: list[Tensor]) -> Rows:
+        return replace(self, inner=self.inner.with_parts(parts))
 
     @property
     def batch(self) -> int:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
-from hushgrad.persample.gram import sharing_rows
-from hushgrad.persample.settled import Gradient, settle
+from hushgrad.persample.gram import Rough, sharing_rows
+from hushgrad.persample.settled import LARGEST_PRODUCT, Gradient, measure, settle
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
 Factors = Mapping[str, Mapping[Key, Use]]
 """For each parameter the factors of its uses, by call site."""
+_NONE: Mapping[str, Rough] = {}
 
 
 class Gradients:
@@ -30,9 +31,14 @@ class Gradients:
     """
 
     def __init__(
-        self, factors: Factors, params: Params, losses: Float[Tensor, " batch"], padded: int
+        self,
+        factors: Factors,
+        params: Params,
+        losses: Float[Tensor, " batch"],
+        padded: int,
+        rough: Mapping[str, Rough] = _NONE,
     ) -> None:
-        self.factors, self._params = factors, params
+        self.factors, self._params, self._rough = factors, params, rough
         self._losses, self._padded = losses, padded
         self.form = ""  # the form that they were taken in, where there is one
         self._versions = _versions(self.held())
@@ -51,7 +57,9 @@ class Gradients:
         """Each parameter's gradient as it is held; a parameter that nothing used is absent."""
         with torch.no_grad(), exact_products(self._losses.device):
             return {
-                name: settle(tuple(uses.values()), tuple(self._params[name].shape))
+                name: settle(
+                    tuple(uses.values()), tuple(self._params[name].shape), self._rough.get(name)
+                )
                 for name, uses in self.factors.items()
                 if uses
             }
@@ -68,30 +76,42 @@ class Gradients:
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
         self.require_unwritten()
+        none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
+        squares = dict.fromkeys(self._params, Square(none, none)) | self._measured[1]
+        if self._padded == self.batch:
+            return squares
+        return {name: square.first(self.batch) for name, square in squares.items()}
+
+    @cached_property
+    def _measured(self) -> tuple[float, dict[str, Square]]:
+        """What `measure` returns, and the squares of the padded records."""
         with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
-            none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
-            squares = dict.fromkeys(self._params, Square(none, none))
-            squares |= {name: gradient.square for name, gradient in self.settled.items()}
-            if self._padded == self.batch:
-                return squares
-            return {name: square.first(self.batch) for name, square in squares.items()}
+            largest = measure(self.settled.values())
+            return largest, {name: gradient.square for name, gradient in self.settled.items()}
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
-        return {name: square.upper for name, square in self.squares.items()}
+        squares = self.squares
+        estimate, slack = (torch.cat(parts) for parts in zip(*squares.values(), strict=True))
+        uppers = Square(estimate, slack).upper.view(len(squares), self.batch)
+        return dict(zip(squares, uppers, strict=True))
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
         self.require_unwritten()
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
-            finite = all_finite(gradient.square for gradient in self.settled.values())
-            # Parameters of one group share their weights, which are padded once.
-            padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
+            largest, squares = self._measured
+            finite = math.isfinite(largest) or all_finite(squares.values())
+            # Parameters of one group share their weights, which are padded and looked at once.
+            shared = {id(w): w for w in weights.values()}
+            padded = {key: with_padding(w, self._padded) for key, w in shared.items()}
+            fits = {key: largest * _most(w) < LARGEST_PRODUCT for key, w in shared.items()}
             for name, p in self._params.items():
                 if name not in self.settled:
                     sums[name] = wide(torch.zeros_like(p))
                     continue
-                own = padded[id(weights[name])]
-                sums[name] = self.settled[name].weighted_sum(own, None if finite else own != 0)
+                key = id(weights[name])
+                keep = None if finite else padded[key] != 0
+                sums[name] = self.settled[name].weighted_sum(padded[key], keep, fits=fits[key])
         return sums
 
     def held(self) -> list[Tensor]:
@@ -132,6 +152,11 @@ def with_padding(weights: Tensor, padded: int) -> Tensor:
     """The weights of `padded` records, of which those after the first count for nothing."""
     extra = padded - len(weights)
     return torch.cat([weights, weights.new_zeros(extra)]) if extra else weights
+
+
+def _most(weights: Tensor) -> float:
+    """By how much a weight multiplies at most, 1 at least."""
+    return max(float(torch.linalg.vector_norm(weights, math.inf)), 1.0) if len(weights) else 1.0
 
 
 def all_finite(squares: Iterable[Square]) -> bool:

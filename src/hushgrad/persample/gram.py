@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -11,20 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hushgrad.numerics import inner_products, rounding, square_norms
+from hushgrad.numerics import Square, inner_products, raw_square_norms, rounding
 from hushgrad.persample.factors import OneHot, Outer
 
 
-class GramSquare(NamedTuple):
-    """Squared norms of a sum of factors, [batch], and what they can be trusted for."""
+class Rough(NamedTuple):
+    """Squared norms, [batch], before any was looked at, and what can be said against them."""
 
     estimate: Tensor
     slack: Tensor  # a bound on the estimate's error
-    length: Tensor  # S = sum_t |a_t| |b_t|
-    largest: Tensor  # no entry of a factor is above this
+    length: Tensor | None = None  # S = sum_t |a_t| |b_t|, where factors may cancel
+    largest: Tensor | None = None  # the square of no entry of a factor is above this
+
+    @property
+    def square(self) -> Square:
+        return Square(self.estimate, self.slack)
 
 
-def gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
+def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
     """Squared norms by inner products of rows.
 
     With chunks of c columns in a type of roundoff u, each inner product errs by at most
@@ -57,19 +61,26 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> GramSquare:
     u = rounding(factors[0].b.dtype)
     # Two uses also underflow against each other; 2·count bounds the mixed terms by the own ones.
     slack = columns * u * length.square() + 2 * len(factors) * lost
-    if not bool(estimate.all()):  # a gradient that is zero exactly has nothing to lose
-        gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
-        slack, length = slack.masked_fill(gone, 0), length.masked_fill(gone, 0)
-    return GramSquare(estimate, slack, length, largest)
+    return Rough(estimate, slack, length, largest.square())
 
 
-def _outer_product_square(factor: Outer) -> GramSquare:
+def nothing_lost_at_zero(rough: Rough, factors: tuple[Outer | OneHot, ...]) -> Rough:
+    """A gradient that is zero exactly has no slack."""
+    if bool(rough.estimate.all()):
+        return rough
+    gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
+    length = None if rough.length is None else rough.length.masked_fill(gone, 0)
+    return rough._replace(slack=rough.slack.masked_fill(gone, 0), length=length)
+
+
+def _outer_product_square(factor: Outer) -> Rough:
     """One position: `|b (x) a|² = |b|² |a|²`, in which nothing cancels."""
-    (a, slack_a), (b, slack_b) = square_norms(factor.a), square_norms(factor.b)
-    estimate = a * b
-    slack = slack_a * (b + slack_b) + a * slack_b + 4 * rounding(a.dtype) * estimate
-    largest = torch.maximum(a + slack_a, b + slack_b).sqrt()
-    return GramSquare(estimate, slack, estimate.sqrt(), largest)
+    (a, slack_a), (b, slack_b) = norms_of(factor.a), norms_of(factor.b)
+    estimate, most_a, most_b = a * b, a + slack_a, b + slack_b
+    most = most_a * most_b
+    # Each of these five results is rounded once.
+    slack = (most - estimate).add_(most, alpha=8 * rounding(most.dtype))
+    return Rough(estimate, slack, None, most_a + most_b)
 
 
 def _chunk(positions: int) -> int:
@@ -98,21 +109,32 @@ def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
 
 def _gram(x: Tensor, chunk: int) -> Tensor:
     if x.shape[1] == 1:
-        return square_norms(x).estimate[:, None, None]
-    recent = _recent.get()
-    if recent is None:
-        return inner_products(x, x, chunk)
-    rows = (x.data_ptr(), x.dtype, x.shape, x.stride(), chunk)
-    for known, _, gram in recent:
-        if known == rows:
-            return gram
-    gram = inner_products(x, x, chunk)
-    recent.append((rows, x, gram))
+        return norms_of(x).estimate[:, None, None]
+    gram: Tensor = _once(lambda x: inner_products(x, x, chunk), x, chunk)
     return gram
 
 
-# Rows, a tensor that keeps their memory from being used again, and their inner products.
-_Recent = deque[tuple[tuple[Any, ...], Tensor, Tensor]]
+def norms_of(x: Tensor) -> Square:
+    """Squared norms of vectors that parameters may have in common; they are not to be written."""
+    square: Square = _once(raw_square_norms, x.reshape(len(x), -1), 0)
+    return square
+
+
+def _once(function: Callable[[Tensor], Any], x: Tensor, chunk: int) -> Any:
+    recent = _recent.get()
+    if recent is None:
+        return function(x)
+    rows = (x.data_ptr(), x.dtype, x.shape, x.stride(), chunk)
+    for known, _, result in recent:
+        if known == rows:
+            return result
+    result = function(x)
+    recent.append((rows, x, result))
+    return result
+
+
+# Rows, a tensor that keeps their memory from being used again, and what was made of them.
+_Recent = deque[tuple[tuple[Any, ...], Tensor, Any]]
 _recent: ContextVar[_Recent | None] = ContextVar("_recent", default=None)
 
 
@@ -120,8 +142,9 @@ _recent: ContextVar[_Recent | None] = ContextVar("_recent", default=None)
 def sharing_rows() -> Iterator[None]:
     """Inside, rows that parameters have in common are multiplied once.
 
-    Such are a recurrent layer's gates, or the input of queries, keys and values. The last few are
-    enough, since parameters that share them follow one another.
+    Such are a recurrent layer's gates, the input of queries, keys and values, or the gradients of a
+    layer's output, which a bias has by itself. The last few are enough, since parameters that share
+    them follow one another.
     """
     token = _recent.set(deque(maxlen=4))
     try:

@@ -242,7 +242,37 @@ def _vector_errors(
     return errors
 
 
-def differs(wrong: dict[str, float]) -> str:
+def differs(wrong: dict[str, float], whence: str = "from its one-record run") -> str:
     """Say which gradient is off the most."""
     name, off = max(wrong.items(), key=lambda item: item[1])
-    return f"the gradient of {name} differs from its one-record run by {off:.2g} of its norm"
+    return f"the gradient of {name} differs {whence} by {off:.2g} of its norm"
+
+
+def apart(gradients: Gradients, others: Gradients, precision: Precision) -> dict[str, float]:
+    """The parameters whose gradients are not those of another run over the same records.
+
+    Half of the records must agree closely and all of them roughly, since rounding may flip a ReLU.
+    Records that are not finite are left out.
+    """
+    norms = {name: s.estimate.clamp_min(0).sqrt() for name, s in others.squares.items()}
+    total = torch.stack([*norms.values()]).square().sum(0).sqrt()
+    kept = (total.isfinite() & (total > 0)).nonzero().flatten()
+    if not len(kept):
+        return {}
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(len(kept), generator=generator, dtype=torch.float64).to(total.device)
+    weights = torch.zeros_like(total).index_copy(0, kept, drawn / total[kept])
+    one, other = (x.weighted_sum(dict.fromkeys(norms, weights)) for x in (gradients, others))
+    wrong = {}
+    for name, norm in norms.items():
+        scale = torch.maximum(norm, precision.floor * total)[kept]
+        off = gradients.squares[name].estimate[kept].clamp_min(0).sqrt() - norm[kept]
+        off = (off / scale).abs().nan_to_num(nan=torch.inf)
+        gap = _norm(one[name] - other[name]) / (weights[kept] * scale).norm().cpu()
+        worst = max(float(off.max()), float(gap))
+        if not (float(off.median()) <= precision.gradient and worst <= _ROUGHLY):
+            wrong[name] = worst
+    return wrong
+
+
+_ROUGHLY = 0.1

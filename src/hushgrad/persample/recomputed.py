@@ -91,7 +91,7 @@ class Recomputed(Gradients):
 
         def add(name: str, uses: dict[Key, Use]) -> None:
             shape = tuple(self._params[name].shape)
-            gradient = settle(tuple(uses.values()), shape, self._known[name])
+            gradient = settle(tuple(uses.values()), shape, known=self._known[name])
             own = padded[id(weights[name])]
             total = gradient.weighted_sum(own, None if finite else own != 0)
             sums[name] = total * self._scale if self._scale != 1 else total

@@ -35,6 +35,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 def tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a nested structure, in order."""
+    if type(batch) is tuple and all(isinstance(x, Tensor) for x in batch):
+        return list(batch)
     return leaves_of(map_tensors(lambda x: x, batch))
 
 

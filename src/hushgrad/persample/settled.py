@@ -8,6 +8,7 @@ record's gradient is written out and both come from one tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.numerics import Square, square_norms
+from hushgrad.numerics import nothing_lost_at_zero as unless_zero
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
-from hushgrad.persample.gram import gram_square, width_of
+from hushgrad.persample.gram import Rough, gram_square, norms_of, nothing_lost_at_zero, width_of
 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
@@ -31,21 +33,48 @@ class Materialised:
     form = "materialised"
     measured = None
 
-    def __init__(self, factors: tuple[Factor, ...], shape: Shape) -> None:
+    def __init__(
+        self, factors: tuple[Factor, ...], shape: Shape, rough: Rough | None = None
+    ) -> None:
         self._shape = shape
+        if rough is not None:
+            self.rough = rough
         values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
+
+    @property
+    def leaves(self) -> list[Materialised | Gram]:
+        return [self]
+
+    @property
+    def held(self) -> tuple[Dense, ...]:
+        """What it consists of."""
+        return (self._dense,)
+
+    @cached_property
+    def rough(self) -> Rough:
+        return Rough(*norms_of(self._dense.values))
+
+    def believe(self) -> None:
+        """Take the rough squares as they are."""
+        self.square = self.rough.square
 
     @cached_property
     def square(self) -> Square:
         """Certified squares; a record that under- or overflows float32 is redone in float64."""
-        estimate, slack = square_norms(self._dense.values)
-        for i in _loose_records(Square(estimate, slack)):
+        square = unless_zero(self.rough.square, self._dense.values)
+        loose = _indices(square.loose)
+        if not loose:
+            return square
+        estimate, slack = (part.clone() for part in square)
+        for i in loose:
             exact = square_norms(self._dense.record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
         return Square(estimate, slack)
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+    def weighted_sum(
+        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
+    ) -> Tensor:
         dense = self._dense if keep is None else self._dense.masked(keep)
         return dense.weighted_sum(weights).reshape(self._shape)
 
@@ -53,14 +82,14 @@ class Materialised:
 # A float32 sum of factors that cancel by more than this keeps too few digits of the result, so
 # beyond it norm and sum are both taken from the record's gradient in float64.
 _LARGEST_CANCELLATION = 100.0
-_LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
+LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
 
 
 class Measured(NamedTuple):
     """What is known of a gradient's factors once its norms are."""
 
     square: Square
-    largest: Tensor  # no entry of a factor is above this
+    largest: Tensor  # the square of no entry of a factor is above this
     fragile: list[int]  # the records that are written out
 
 
@@ -73,22 +102,47 @@ class Gram:
     form = "Gram"
 
     def __init__(
-        self, factors: tuple[Outer | OneHot, ...], shape: Shape, known: Measured | None = None
+        self,
+        factors: tuple[Outer | OneHot, ...],
+        shape: Shape,
+        rough: Rough | None = None,
+        known: Measured | None = None,
     ) -> None:
-        self._factors, self._shape, self._known = factors, shape, known
+        self.held, self._shape, self._known = factors, shape, known
+        if rough is not None:
+            self.rough = rough
+
+    @property
+    def leaves(self) -> list[Materialised | Gram]:
+        return [self]
+
+    @cached_property
+    def rough(self) -> Rough:
+        return gram_square(self.held)
+
+    def believe(self) -> None:
+        """Take the rough squares as they are."""
+        assert self.rough.largest is not None
+        self.measured = Measured(self.rough.square, self.rough.largest, [])
 
     @cached_property
     def measured(self) -> Measured:
         """The norms, and what the sum must mind."""
         if self._known is not None:
             return self._known
-        estimate, slack, length, largest = gram_square(self._factors)
-        for i in _loose_records(Square(estimate, slack)):
-            wide = tuple(_one_in_double(factor, i) for factor in self._factors)
-            finer = gram_square(wide)
-            estimate[i], slack[i], length[i], largest[i] = (part[0] for part in finer)
-        cancels = length.square() > _LARGEST_CANCELLATION**2 * estimate
-        fragile = _indices(cancels | Square(estimate, slack).loose)
+        rough = nothing_lost_at_zero(self.rough, self.held)
+        estimate, slack, length, largest = (None if x is None else x.clone() for x in rough)
+        assert estimate is not None and slack is not None and largest is not None
+        for i in _indices(Square(estimate, slack).loose):
+            wide = tuple(_one_in_double(factor, i) for factor in self.held)
+            finer = nothing_lost_at_zero(gram_square(wide), wide)
+            for part, redone in zip((estimate, slack, length, largest), finer, strict=True):
+                if part is not None and redone is not None:
+                    part[i] = redone[0]
+        doubtful = Square(estimate, slack).loose
+        if length is not None:
+            doubtful |= _cancels(length, estimate)
+        fragile = _indices(doubtful)
         for i in fragile:
             exact = square_norms(self._record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
@@ -104,17 +158,22 @@ class Gram:
         return self.measured.square
 
     def _record(self, index: int) -> Tensor:
-        parts = [factor.record(index).reshape(self._shape) for factor in self._factors]
+        parts = [factor.record(index).reshape(self._shape) for factor in self.held]
         return torch.stack(parts).sum(0)
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
+    def weighted_sum(
+        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
+    ) -> Tensor:
+        """The sum; with `fits` no product of an entry and a weight can overflow."""
         _, largest, fragile = self.measured
-        # A factor may be large where their product is not, and must not overflow by its weight.
-        too_large = ~(largest * weights.abs().clamp_min(1) < _LARGEST_PRODUCT)
-        apart = sorted({*fragile, *_indices(too_large)})
-        places = torch.tensor(apart, dtype=torch.long, device=weights.device)
-        factored = weights.index_fill(0, places, 0) if apart else weights
-        factors = self._factors if keep is None else [f.masked(keep) for f in self._factors]
+        apart = fragile
+        if not fits:
+            # A factor may be large where their product is not: it must not overflow by its weight.
+            too_large = ~(largest * weights.abs().clamp_min(1).square() < LARGEST_PRODUCT**2)
+            apart = sorted({*fragile, *_indices(too_large)})
+        places = torch.tensor(apart, dtype=torch.long, device=weights.device) if apart else None
+        factored = weights if places is None else weights.index_fill(0, places, 0)
+        factors = self.held if keep is None else [f.masked(keep) for f in self.held]
         parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         for i in apart:
@@ -131,6 +190,10 @@ class Stacked:
         self.form: str = ", ".join(dict.fromkeys(block.form for block in blocks.values()))
 
     @property
+    def leaves(self) -> list[Materialised | Gram]:
+        return [leaf for block in self._blocks.values() for leaf in block.leaves]
+
+    @property
     def measured(self) -> dict[int, Any]:
         return {start: block.measured for start, block in self._blocks.items()}
 
@@ -141,8 +204,13 @@ class Stacked:
         estimate = torch.stack([part.estimate for part in parts]).sum(0)
         return Square(estimate, torch.stack([part.slack for part in parts]).sum(0))
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"], keep: Tensor | None) -> Tensor:
-        sums = {start: part.weighted_sum(weights, keep) for start, part in self._blocks.items()}
+    def weighted_sum(
+        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
+    ) -> Tensor:
+        sums = {
+            start: part.weighted_sum(weights, keep, fits=fits)
+            for start, part in self._blocks.items()
+        }
         total = next(iter(sums.values())).new_zeros(self._shape)
         for start, part in sums.items():
             total[start : start + len(part)] = part
@@ -153,8 +221,32 @@ Gradient = Materialised | Gram | Stacked
 Known = Measured | dict[int, Any] | None
 
 
-def _loose_records(square: Square) -> list[int]:
-    return _indices(square.loose)
+def measure(gradients: Iterable[Gradient]) -> float:
+    """Take all norms with one look at the records, where none needs a second.
+
+    Returns a bound on the factors' entries; inf if some record's norms had to be taken again.
+    """
+    leaves = [leaf for gradient in gradients for leaf in gradient.leaves]
+    roughs = [leaf.rough for leaf in leaves]
+    if not roughs:
+        return 0.0
+    estimate, slack = (torch.cat(part) for part in zip(*(r.square for r in roughs), strict=True))
+    doubtful = Square(estimate, slack).loose.any()
+    lengths = [(r.length, r.estimate) for r in roughs if r.length is not None]
+    if lengths:
+        length, estimate = (torch.cat(parts) for parts in zip(*lengths, strict=True))
+        doubtful |= _cancels(length, estimate).any()
+    largest = [r.largest for r in roughs if r.largest is not None]
+    top = torch.cat(largest).max() if largest else estimate.new_zeros(())
+    found = float(torch.where(doubtful, torch.inf, top))
+    if math.isfinite(found):
+        for leaf in leaves:
+            leaf.believe()
+    return math.sqrt(found)
+
+
+def _cancels(length: Tensor, estimate: Tensor) -> Tensor:
+    return length.square() > _LARGEST_CANCELLATION**2 * estimate
 
 
 def _indices(found: Tensor) -> list[int]:
@@ -178,24 +270,27 @@ _FLOPS_PER_BYTE = 8
 _LARGEST_MATERIALISED = 2**22
 
 
-def settle(uses: tuple[Use, ...], shape: Shape, known: Known = None) -> Gradient:
+def settle(
+    uses: tuple[Use, ...], shape: Shape, rough: Rough | None = None, known: Known = None
+) -> Gradient:
     """Choose how to hold the sum of one parameter's uses: Gram or materialised, by cost.
 
-    `known` is what was `measured` when the same uses were settled before.
+    `rough` are its norms where they were computed already, and `known` what was `measured` when
+    the same uses were settled before.
     """
     blocks = _blocks(uses)
     if blocks:
         before = known if isinstance(known, dict) else {}
         held = {
-            rows.start: settle(block, _some(rows, shape), before.get(rows.start))
+            rows.start: settle(block, _some(rows, shape), known=before.get(rows.start))
             for rows, block in blocks.items()
         }
         return Stacked(held, shape)
     factored = _joined(uses)
     if _cheaper(factored, shape) == "Gram":
         products = tuple(f for f in factored if not isinstance(f, Dense))
-        return Gram(products, shape, known if isinstance(known, Measured) else None)
-    return Materialised(factored, shape)
+        return Gram(products, shape, rough, known if isinstance(known, Measured) else None)
+    return Materialised(factored, shape, rough)
 
 
 def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:
@@ -209,6 +304,8 @@ def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:
 
 
 def _joined(uses: tuple[Use, ...]) -> tuple[Factor, ...]:
+    if len(uses) == 1 and not isinstance(uses[0], Rows):
+        return (uses[0],)
     return tuple(merge(tuple(use.whole() if isinstance(use, Rows) else use for use in uses)))
 
 

@@ -109,13 +109,14 @@ class Tape:
         name = name_of(function)
         if name.startswith("get ") and name[4:] not in _VIEW_ATTRIBUTES:
             return function(*args, **kwargs)
-        reads = self._operands_in((args, kwargs))
-        values = args[:1] if name in _READS_NO_VALUE else (args, kwargs)
+        leaves = tensors_in((args, kwargs))
+        values = tensors_in(args[:1]) if name in _READS_NO_VALUE else leaves
+        others = [x for x in values if not isinstance(x, self.operands)]
         tracked = self._open and torch.is_grad_enabled()
-        if not tracked or not self._operands_in(values):
+        if not tracked or len(others) == len(values):
             return function(*self._plain(args), **self._plain(kwargs))
+        reads = [x for x in leaves if isinstance(x, self.operands)]
         self._refuse_writes(name, reads, args, kwargs)
-        others = [x for x in tensors_in(values) if not isinstance(x, self.operands)]
         names = tuple(sorted({n for x in reads for n in self._names(x)}))
         shapes = [tuple(x.shape) for x in others]
         inputs = self._guide.inputs(name, names, shapes) if others else ()
@@ -217,9 +218,6 @@ class Tape:
 
     # --- operands: parameters and functions of them ---
 
-    def _operands_in(self, tree: Any) -> list[Tensor]:
-        return [x for x in tensors_in(tree) if isinstance(x, self.operands)]
-
     def _names(self, operand: Tensor) -> tuple[str, ...]:
         if not isinstance(operand, self._private):
             names: tuple[str, ...] = operand.__dict__["names"]
@@ -293,16 +291,20 @@ class Tape:
 
         With `again` they stay known, for another backward pass.
         """
+        if self._reached:
+            self._take_back()
+        factors, self.factors = self.factors, {}
+        if not again:
+            self._leaves, self._cuts = {}, []
+        return factors
+
+    def _take_back(self) -> None:
         with torch.no_grad(), exact_products(self.token.device), _PLAIN_TORCH():
             while self._reached:
                 number = max(self._reached)
                 derived, reached = self._reached.pop(number)
                 for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
                     self._keep((-number, slot), operand, factor)
-        factors, self.factors = self.factors, {}
-        if not again:
-            self._leaves, self._cuts = {}, []
-        return factors
 
     def _onwards(self, derived: Tensor, factors: list[Use]) -> Emitted:
         back: Back | None = derived.__dict__["back"]

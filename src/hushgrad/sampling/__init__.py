@@ -7,10 +7,11 @@ sampled is what is accounted. A `Loader` turns the positions drawn into batches 
 from hushgrad.sampling.fixed import FullBatch, Shuffled, WithoutReplacement
 from hushgrad.sampling.loading import Loader
 from hushgrad.sampling.poisson import Poisson, TruncatedPoisson
-from hushgrad.sampling.scheme import Sampling, Scheme, require_relation
+from hushgrad.sampling.scheme import Draws, Sampling, Scheme, require_relation
 from hushgrad.sampling.stated import Stated
 
 __all__ = [
+    "Draws",
     "FullBatch",
     "Loader",
     "Poisson",

@@ -13,7 +13,7 @@ from hushgrad.nested import leaves_of, map_leaves
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions
 from hushgrad.sampling.poisson import TruncatedPoisson
-from hushgrad.sampling.scheme import Scheme
+from hushgrad.sampling.scheme import Draws
 from hushgrad.sampling.sources import Columns, Source, source_of
 from hushgrad.types import Batch, Refused, Relation
 
@@ -83,7 +83,7 @@ class Loader:
         yield from map(self._or_empty, fetched)
 
     def batches(
-        self, scheme: Scheme, *, num_records: int, steps: range, rng: Rng
+        self, scheme: Draws, *, num_records: int, steps: range, rng: Rng
     ) -> Iterator[Batch]:
         """The batches of these steps, drawn by `scheme` for the plan's public `num_records`."""
         if isinstance(scheme, TruncatedPoisson) and self._length > num_records:
@@ -95,7 +95,7 @@ class Loader:
         span = self._span(scheme, num_records)
         return self.load_each(scheme.draw(span, step=step, rng=rng) for step in steps)
 
-    def _span(self, scheme: Scheme, num_records: int) -> int:
+    def _span(self, scheme: Draws, num_records: int) -> int:
         """How many positions a batch is drawn from, whether there are records at them or not.
 
         Where a record may be added or removed, every record takes part: were those beyond the

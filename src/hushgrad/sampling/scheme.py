@@ -46,15 +46,24 @@ class Sampling(Protocol):
 
 
 @runtime_checkable
-class Scheme(Sampling, Protocol):
-    """A sampling that this library draws itself.
+class Draws(Protocol):
+    """What draws the batches of a run.
 
     `draw` depends on the key, the step and the count alone, so that a resumed run draws the same
     batches. Positions are ascending: nothing depends on the order in which they were drawn.
     """
 
+    @property
+    def relations(self) -> frozenset[Relation]:
+        """The relations between data sets under which the batches may be accounted for."""
+
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""
+
+
+@runtime_checkable
+class Scheme(Sampling, Draws, Protocol):
+    """A sampling that this library draws itself."""
 
 
 def require_relation(sampling: Sampling, relation: Relation) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.factors import Dense, Factor
+from hushgrad.persample.layout import Layout
 from hushgrad.persample.rules.arithmetic import sum_to
 from hushgrad.persample.rules.registry import rule
 from hushgrad.types import Refused
@@ -89,10 +90,76 @@ def group_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Saves | None:
+    if call.private(weight) and not call.private(input) and _is_plain(input, weight, bias):
+        where = call.layout(input)
+        if where is not None and where.dim == 0:
+            return _as_one_record(call, where, input, num_groups, weight, bias, eps)
+
     def normalise(x: Tensor) -> Tensor:
         return F.group_norm(x, num_groups, None, None, eps)
 
     return _affine(call, input, weight, bias, normalise, channel=1)
+
+
+def _is_plain(input: Tensor, *affine: Tensor | None) -> bool:
+    """Would `group_norm` hand these over to its kernel as they are?"""
+    return (
+        input.is_contiguous()
+        and input[:1, :1].numel() > 1
+        and input.dtype in (torch.float32, torch.float64)
+        and all(x is None or (x.dtype == input.dtype and x.is_contiguous()) for x in affine)
+        and not torch.is_autocast_enabled(input.device.type)
+    )
+
+
+def _as_one_record(
+    call: Call,
+    where: Layout,
+    input: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Saves:
+    """The kernel's own derivative, which adds records up, told that all channels are of one record.
+
+    It needs the means and deviations of the way forward, and normalises nothing again.
+    """
+    rows, channels, places = *input.shape[:2], input[0, 0].numel()
+    statistics: list[Tensor] = []
+
+    def forward(
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        y, *found = torch.native_group_norm(
+            input, weight, bias, rows, channels, places, groups, eps
+        )
+        statistics.extend(x.detach().view(1, -1) for x in found)
+        return y
+
+    def emit(gradient: Tensor, x: Tensor) -> Emitted:
+        one = (1, rows * channels, places)
+        _, *found = torch.ops.aten.native_group_norm_backward(
+            gradient.reshape(one),
+            x.reshape(one),
+            *statistics,
+            x.new_ones(rows * channels),  # the scale, which only the input's gradient would need
+            *one,
+            rows * groups,
+            [False, True, call.private(bias)],
+        )
+        for operand, each in zip((weight, bias), found, strict=True):
+            if call.private(operand):
+                assert operand is not None
+                yield operand, Dense(where.split(each.view(rows, channels), call.batch).sum(1))
+
+    call.function = forward
+    return (input,), emit
 
 
 @rule("instance_norm")

@@ -1,0 +1,50 @@
+"""Algorithms: each a value that says what is sampled, what is summed and what is given out.
+
+`hg.plan(…, algorithm=Srm(…))` plans a run of it; the loop over the run stays the same.
+"""
+
+from hushgrad.algorithms.adaptive import Agd
+from hushgrad.algorithms.algorithm import Algorithm, Course, Stage
+from hushgrad.algorithms.federated import FedAvg
+from hushgrad.algorithms.local import LocalGd, hemisphere, report
+from hushgrad.algorithms.output import (
+    Output,
+    average,
+    last,
+    noisy_min,
+    smallest,
+    stopped,
+    uniform,
+)
+from hushgrad.algorithms.projections import Affine, Ball, Box, Simplex
+from hushgrad.algorithms.recursive import PerDistance, SpiderBoost, Srm, storm, unclipped
+from hushgrad.algorithms.sgd import Sgd, rrpsgd
+
+__all__ = [
+    "Affine",
+    "Agd",
+    "Algorithm",
+    "Ball",
+    "Box",
+    "Course",
+    "FedAvg",
+    "LocalGd",
+    "Output",
+    "PerDistance",
+    "Sgd",
+    "Simplex",
+    "SpiderBoost",
+    "Srm",
+    "Stage",
+    "average",
+    "hemisphere",
+    "last",
+    "noisy_min",
+    "report",
+    "rrpsgd",
+    "smallest",
+    "stopped",
+    "storm",
+    "unclipped",
+    "uniform",
+]

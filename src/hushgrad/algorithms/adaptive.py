@@ -1,0 +1,198 @@
+"""DP-AGD: gradient descent that measures more finely once coarse gradients lead nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from dp_accounting import DpEvent, NonPrivateDpEvent
+from dp_accounting.dp_event import NoOpDpEvent, ZCDpEvent
+from torch import Tensor
+
+from hushgrad.aggregate import SUM_SLACK
+from hushgrad.algorithms.algorithm import (
+    Course,
+    Stage,
+    State,
+    check_output,
+    refuse_direct,
+    require_full,
+)
+from hushgrad.algorithms.output import Output, last
+from hushgrad.noise import gaussian, laplace, release
+from hushgrad.persample.records import MULTIPLE, count, pad
+from hushgrad.persample.watch import restored
+from hushgrad.points import Values, norm, point, swapped
+from hushgrad.step import Part, Round, Term, gradient_of
+from hushgrad.types import Bounded, Params, Refused, Relation
+
+_EPSILON_OF_ROUNDING = 1e-9  # of ρ: what is left is never more than there is
+
+
+@dataclass(frozen=True)
+class Agd:
+    """DP-AGD: a budget ρ of zero-concentrated DP, spent as the descent goes.
+
+    A step releases the sum of clipped gradients at a cost of ρ_g, and chooses one of `choices`
+    lengths for a step along it, 0 among them, by a noisy minimum of the objective (losses clamped
+    to 0 up to `largest_loss`) at a cost of ρ_c. If 0 is chosen, the gradient is measured again for
+    `gamma` ρ_g more, averaged with what is known, and the length chosen anew. Every ten steps the
+    longest one becomes 1.1 times the longest that was taken. When the next cost does not fit into
+    what is left, the run is over, so `steps` of the plan is a limit.
+
+    ρ is that of one release of the plan's σ on all records, 1/(2σ²), or 4 times that where a record
+    is replaced; a first step costs ρ/`splits`, one half for each of its two parts, as the original
+    leaves open. Costs are chosen after seeing releases: the sum of ρ is a filter that allows it.
+    A noisy minimum with Laplace noise of scale 2Δ/ε is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
+    which the rdp and zcdp accountants cover. The optimizer is to be SGD at rate 1. A step that is
+    released again without its key is charged all of ρ.
+
+    Reference: Lee and Kifer 2018, Concentrated Differentially Private Gradient Descent with
+    Adaptive per-Iteration Privacy Budget, Algorithm 2.
+    """
+
+    largest_loss: float
+    longest_step: float = 2.0
+    splits: int = 60
+    choices: int = 20
+    gamma: float = 0.1
+    output: Output = last
+    carries_metrics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("largest_loss", "longest_step", "gamma"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"expected {name} > 0 and finite, got {value}")
+        if self.splits < 1 or self.choices < 2:
+            raise ValueError(
+                f"expected splits >= 1 and choices >= 2, got {self.splits} and {self.choices}"
+            )
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """Every step sees every record."""
+        return Stage(course.sampling)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """The whole budget, however many steps it lasts for."""
+        if noise_multiplier == 0:
+            return NonPrivateDpEvent()
+        return ZCDpEvent(budget(noise_multiplier, course.relation)) if steps else NoOpDpEvent()
+
+    def check(self, course: Course) -> None:
+        """Refuse sampled batches, which zCDP does not gain from."""
+        require_full(course, "DP-AGD")
+        refuse_direct(self.output)
+        check_output(self.output, course)
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """Measure, choose, and measure again until a step is chosen or nothing is left."""
+        rho = budget(round.noise.noise_multiplier, round.relation)
+        if not state:
+            share = rho / (2 * self.splits)
+            state = {"left": rho * (1 - _EPSILON_OF_ROUNDING), "gradient": share, "chosen": []}
+            state |= {"longest": self.longest_step, "over": False}
+        choice = rho / (2 * self.splits)
+        left, cost, known = state["left"], state["gradient"], 0.0
+        total: dict[str, Tensor] = {}
+        still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in round.params.items()}
+        if left < cost + choice:
+            return still, state | {"over": True}
+        bounded = round.work.sum(lambda part: [Term(part.here, round.clip)])
+        penalty = gradient_of(round.regulariser, round.params) if round.regulariser else {}
+        while left >= cost + choice:
+            left -= cost + choice
+            fresh = _measured(bounded, cost, round)
+            total = {n: _mean(total.get(n), known, x, cost) for n, x in fresh.items()}
+            known += cost
+            mean = {n: x / round.divisor + penalty.get(n, 0.0) for n, x in total.items()}
+            size = norm(mean) or 1.0
+            lengths = [state["longest"] * k / (self.choices - 1) for k in range(self.choices)]
+            ends = [_moved(round.params, mean, length / size) for length in lengths]
+            scores = self._objectives(round, ends)
+            length = lengths[self._least(scores, choice, round)]
+            if length:
+                round.regulariser = None  # the step was chosen with it
+                moved = {n: x * (length / size) for n, x in mean.items()}
+                return moved, self._later(state, left, known, length)
+            cost = self.gamma * known
+        round.regulariser = None
+        return still, state | {"left": left, "gradient": known, "over": True}
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step; at rate 1 the one that was chosen."""
+        optimizer.step()
+
+    def _later(self, state: State, left: float, known: float, length: float) -> State:
+        chosen = [*state["chosen"], length]
+        longest = state["longest"]
+        if len(chosen) == _EVERY:
+            chosen, longest = [], _GROWTH * max(chosen)
+        later = {"left": left, "gradient": known, "chosen": chosen, "longest": longest}
+        return state | later
+
+    def _objectives(self, round: Round, ends: Sequence[Values]) -> Tensor:
+        """The objective's sum over records at each end, of clamped losses; private."""
+        found = torch.zeros(len(ends), dtype=torch.float64)
+        for part in round.work.parts():
+            for k, end in enumerate(ends):
+                with swapped(part.params, end):
+                    found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
+        if round.regulariser is not None:
+            for k, end in enumerate(ends):
+                with torch.no_grad(), swapped(round.params, end):
+                    found[k] += round.divisor * float(round.regulariser())
+        return found
+
+    def _least(self, scores: Tensor, rho: float, round: Round) -> int:
+        # Each score moves by at most Δ, of which laplace takes 2/ε: not a bound on their sum.
+        epsilon, most = math.sqrt(2 * rho), self.largest_loss * (1 + SUM_SLACK)
+        noised = release(
+            Bounded({"scores": scores}, most, most),
+            laplace(2 / epsilon),
+            rng=round.rng.derive("choice", len(round.releases)),
+            step=round.step,
+        )
+        return int(noised.values["scores"].argmin())
+
+
+_EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
+
+
+def budget(noise_multiplier: float, relation: Relation) -> float:
+    """ρ of one Gaussian release of noise ÷ bound on one record: (Δ/σ)²/2."""
+    if noise_multiplier <= 0:
+        raise Refused("expected noise with DP-AGD, whose steps it pays for, got none; add noise")
+    double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
+    return (double / noise_multiplier) ** 2 / 2
+
+
+def _measured(bounded: Bounded, rho: float, round: Round) -> dict[str, Tensor]:
+    """Release the sum at a cost of ρ; each time with noise of its own."""
+    double = bounded.sensitivity(round.relation) / bounded.l2
+    noise = gaussian(double / math.sqrt(2 * rho))
+    rng = round.rng.derive("measured", len(round.releases))
+    round.releases.append(release(bounded, noise, rng=rng, step=round.step))
+    return round.releases[-1].values
+
+
+def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
+    """Weights by ρ are weights by precision."""
+    return new if old is None else (known * old + cost * new) / (known + cost)
+
+
+def _moved(params: Params, mean: Values, rate: float) -> dict[str, Tensor]:
+    return {n: x - rate * mean[n].to(x.device, x.dtype) for n, x in point(params).items()}
+
+
+def _losses(part: Part) -> Tensor:
+    """Each record's loss at the present point; a loss that is no number counts as the largest."""
+    size = count(part.batch)
+    if size == 0:
+        return torch.zeros(0, dtype=torch.float64)
+    whole = pad(part.batch, size, -(-size // MULTIPLE) * MULTIPLE)
+    with torch.no_grad(), torch.random.fork_rng(), restored({}, part.modules):
+        return part.loss(whole)[:size].double().nan_to_num(nan=math.inf)

@@ -1,0 +1,103 @@
+"""Federated averaging with clients as the unit of privacy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor
+
+from hushgrad.algorithms.algorithm import Course, Stage, State, check_output
+from hushgrad.algorithms.output import Output, last
+from hushgrad.noise import gaussian
+from hushgrad.persample import Gradients
+from hushgrad.persample.factors import Dense
+from hushgrad.persample.gradients import Factors
+from hushgrad.persample.records import count, map_tensors
+from hushgrad.persample.watch import restored
+from hushgrad.points import point, swapped
+from hushgrad.step import Part, Round, Term
+from hushgrad.types import Params
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """DP-FedAvg: what is clipped and summed for a client is its update by local descent.
+
+    A record of the data is a client: every tensor is [clients, examples, …], filled up with
+    examples whose loss is 0. `loss` is given the examples of one client, and returns a loss for
+    each. The client takes `local_steps` steps of gradient descent on their mean, at `local_rate`,
+    from the model's point θ to θ_k, and its gradient is θ − θ_k: with SGD at rate 1 the optimizer
+    takes the step of federated averaging, with another it is a server optimizer. The bound is that
+    of the plan's clipping rule; DP-NormFedAvg is the same with `clip=hg.normalize()`. Each round is
+    one event of the plan's sampling, now of clients, and the guarantee's records are clients.
+
+    Reference: McMahan et al. 2018, Learning Differentially Private Recurrent Language Models;
+    Das et al. 2021, Convergence of Private Federated Learning with Normalized Updates.
+    """
+
+    local_rate: float
+    local_steps: int = 1
+    output: Output = last
+    carries_metrics: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.local_rate) and self.local_rate > 0) or self.local_steps < 1:
+            raise ValueError(
+                "expected local_rate > 0 and local_steps >= 1, got "
+                f"{self.local_rate} and {self.local_steps}; 0.1 and 1 are a start"
+            )
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """Every round alike."""
+        return Stage(course.sampling)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """One release for each round."""
+        noise = gaussian(noise_multiplier)
+        return course.sampling.run_event(noise.event, num_records=course.records, num_steps=steps)
+
+    def check(self, course: Course) -> None:
+        """Refuse what the output rule does not cover."""
+        check_output(self.output, course)
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """The noisy mean of the clients' clipped updates."""
+        return round.mean(lambda part: [Term(self.updates(part), round.clip)]), state
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
+
+    def updates(self, part: Part) -> Gradients:
+        """θ − θ_k for each client, one client at a time, with the loss that it starts from."""
+        clients = count(part.batch)
+        found = [self._trained(part, k) for k in range(clients)]
+        factors: Factors = {
+            name: {(0,): Dense(torch.stack([update[name] for update, _ in found]))}
+            if clients
+            else {}
+            for name in part.params
+        }
+        device = next(iter(part.params.values())).device
+        losses = torch.tensor([loss for _, loss in found], dtype=torch.float64, device=device)
+        return Gradients(factors, part.params, losses, clients)
+
+    def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
+        examples = map_tensors(lambda x: x[client], part.batch)
+        before = point(part.params)
+        values, tensors = point(part.params), list(part.params.values())
+        losses = []
+        with restored({}, part.modules), swapped(part.params, values):
+            for _ in range(self.local_steps):
+                with torch.enable_grad():
+                    mean = part.loss(examples).mean()
+                    grads = torch.autograd.grad(mean, tensors, allow_unused=True)
+                losses.append(float(mean.detach()))
+                for p, grad in zip(tensors, grads, strict=True):
+                    if grad is not None:
+                        p.data = p.data - self.local_rate * grad
+            return {n: before[n] - p.data for n, p in part.params.items()}, losses[0]

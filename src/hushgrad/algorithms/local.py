@@ -1,0 +1,181 @@
+"""Local differential privacy: each record's gradient is randomised where the record is.
+
+Whoever collects the reports sees each of them, so any two records must look alike: a report may
+change from any vector within the bound to any other, by twice the bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from dp_accounting import DpEvent, NonPrivateDpEvent
+from jaxtyping import Float64
+from torch import Tensor
+
+from hushgrad.aggregate import SUM_SLACK
+from hushgrad.algorithms.algorithm import (
+    Course,
+    Stage,
+    State,
+    check_output,
+    refuse_direct,
+    require_full,
+)
+from hushgrad.algorithms.output import Output, last
+from hushgrad.events import PureDpEvent, repeated
+from hushgrad.noise import gaussian, release, standard_normal
+from hushgrad.persample import Gradients
+from hushgrad.persample.factors import Dense
+from hushgrad.persample.gradients import Factors
+from hushgrad.rng import Rng
+from hushgrad.step import Round
+from hushgrad.types import Bounded, Params, Refused, Relation, Released
+
+Reports = Float64[Tensor, "records entries"]
+
+
+@dataclass(frozen=True)
+class LocalGd:
+    """LDP-GD: at each step every record reports its clipped gradient, randomised by itself.
+
+    A report gets Gaussian noise of σ times the clipping bound L in each entry, and all T of a
+    record's reports together are accounted for as T releases whose sensitivity is 2L: that is
+    what replace-one says, and the only relation that is accepted. With `pure` a report is ε0-LDP,
+    ε0 = 1/σ, by `hemisphere`. Every record takes part in every step. The reports' mean over the
+    public number of records is the estimate.
+
+    Reference: clipped DP-GD, appendix D, whose Theorem D.2 has sensitivity L and is short by 2.
+    """
+
+    pure: bool = False
+    output: Output = last
+    carries_metrics: ClassVar[bool] = False
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """Every step alike."""
+        return Stage(course.sampling)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """One report of the record for each step."""
+        if noise_multiplier == 0:
+            return NonPrivateDpEvent()
+        pure = PureDpEvent(1 / noise_multiplier)
+        return repeated(steps, pure if self.pure else gaussian(noise_multiplier).event)
+
+    def check(self, course: Course) -> None:
+        """Refuse all but full batches and replace-one."""
+        require_full(course, "local differential privacy")
+        refuse_direct(self.output)
+        check_output(self.output, course)
+        if course.relation is not Relation.REPLACE_ONE:
+            raise Refused(
+                "expected replace-one with local differential privacy, which compares any two "
+                f"records, got {course.relation.value}; pass relation=Relation.REPLACE_ONE"
+            )
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """The mean of the reports."""
+        sizes = {name: p.numel() for name, p in round.params.items()}
+        total = torch.zeros(sum(sizes.values()), dtype=torch.float64)
+        for index, part in enumerate(round.work.parts()):
+            rows, bound = clipped_rows(part.here, round)
+            # Two micro-batches with the same records must not get the same noise.
+            rng = round.rng.derive("reports", index)
+            sigma = round.noise.noise_multiplier
+            if self.pure and sigma:
+                reports = hemisphere(rows, 1 / sigma, bound=bound, rng=rng.derive(round.step))
+                round.releases.append(_noted(reports, sigma, bound, rng, round.step))
+            else:
+                bounded = Bounded({"reports": rows}, bound)
+                round.releases.append(release(bounded, round.noise, rng=rng, step=round.step))
+                reports = round.releases[-1].values["reports"]
+            total += reports.sum(0)
+        pieces = (total / round.divisor).split(list(sizes.values()))
+        found = zip(round.params.items(), pieces, strict=True)
+        return {n: x.reshape(p.shape).to(p.device) for (n, p), x in found}, state
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
+
+
+def clipped_rows(gradients: Gradients, round: Round) -> tuple[Reports, float]:
+    """Each record's clipped gradient as one row in float64, and the bound on its norm."""
+    params, records = round.params, gradients.batch
+    rows = {}
+    for name, p in params.items():
+        uses = [factor.first(records) for factor in gradients.factors[name].values()]
+        written = [use.materialised().reshape(records, *p.shape) for use in uses]
+        rows[name] = sum(written, p.new_zeros(records, *p.shape))
+    dense: Factors = {name: {(0,): Dense(x)} if records else {} for name, x in rows.items()}
+    partition = round.work.groups(tuple(params))
+    norms = partition.norms(Gradients(dense, params, gradients.losses, records).sq_norms())
+    shares = partition.spread(round.clip.weights(norms))
+    flat = [_weighted(rows[name], shares[name]) for name in params]
+    return torch.cat(flat, 1).cpu(), round.clip.bound(len(partition.names)) * (1 + SUM_SLACK)
+
+
+def _weighted(rows: Tensor, weights: Float64[Tensor, " records"]) -> Reports:
+    scaled = rows.detach().double().flatten(1) * weights[:, None]
+    return torch.where(weights[:, None] == 0, 0.0, scaled)  # 0·nan is not 0
+
+
+def hemisphere(rows: Reports, epsilon: float, *, bound: float, rng: Rng) -> Reports:
+    """ε-LDP reports of vectors of norm at most `bound` (L), each the vector in the mean.
+
+    A vector is rounded at random to one of the two points ±L of its line, so that the mean stays.
+    Then a point u is drawn on the unit sphere, looking at nothing, and turned to that point's side
+    with probability e^ε/(1 + e^ε), to the other side otherwise. The report is u times
+    L (e^ε + 1)/((e^ε − 1)·E|u_1|), with E|u_1| = Γ(d/2)/(√π Γ((d + 1)/2)): of two records the
+    chance of any report differs by a factor of e^ε at most. Only a sign depends on the record, so
+    the bits of a report tell nothing more.
+
+    Reference: Duchi, Jordan and Wainwright 2018, Minimax Optimal Procedures for Locally Private
+    Estimation, section 4.2.3.
+    """
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"expected epsilon > 0 and finite, got {epsilon}; 1 is usual")
+    records, entries = rows.shape
+    normal = standard_normal(records * entries, rng.derive("sphere")).reshape(records, entries)
+    u = normal / torch.linalg.vector_norm(normal, dim=1, keepdim=True)
+    chances = torch.from_numpy(rng.derive("coins").uniforms(2 * records)).reshape(2, records)
+    size = torch.linalg.vector_norm(rows, dim=1)
+    along = torch.where(chances[0] < 0.5 + size / (2 * bound), 1.0, -1.0)
+    truly = torch.where(chances[1] < 1 / (1 + math.exp(-epsilon)), 1.0, -1.0)
+    side = torch.where((u * rows).sum(1) >= 0, 1.0, -1.0)
+    log_mean = math.lgamma(entries / 2) - math.lgamma((entries + 1) / 2) - math.log(math.pi) / 2
+    radius = bound / math.tanh(epsilon / 2) * math.exp(-log_mean)
+    reports: Reports = radius * (along * truly * side)[:, None] * u
+    return reports
+
+
+def report(
+    gradient: Mapping[str, Tensor],
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    rng: Rng,
+    step: int,
+) -> dict[str, Tensor]:
+    """What one record sends, made where it is: its gradient, clipped to L, with Gaussian noise.
+
+    `rng` is the record's own. For use outside of `train`, where records are not in one place.
+    """
+    size = math.sqrt(math.fsum(float(x.double().square().sum()) for x in gradient.values()))
+    scale = min(1.0, clip_norm / size) if size > 0 else 1.0
+    finite = math.isfinite(size)
+    rows = {n: x.double() * scale if finite else x.double() * 0 for n, x in gradient.items()}
+    rows = {n: x.nan_to_num(0.0, 0.0, 0.0) for n, x in rows.items()}
+    bounded = Bounded(rows, clip_norm * (1 + SUM_SLACK))
+    return release(bounded, gaussian(noise_multiplier), rng=rng, step=step).values
+
+
+def _noted(reports: Reports, sigma: float, bound: float, rng: Rng, step: int) -> Released:
+    digest = hashlib.blake2b(reports.numpy().tobytes(), digest_size=16).digest()
+    tag = rng.tag("release", step, digest)[:16]
+    return Released({"reports": reports}, PureDpEvent(1 / sigma), bound, tag)

@@ -1,0 +1,269 @@
+"""Recursive estimates of the gradient, from gradients of one batch at two points.
+
+The estimate is carried on from the released one, and only what a batch says about the change since
+the previous point is noised. A batch that is used at both points is one batch: its sum is released
+once, and is one event. Nothing adds up through the recursion, which acts on released values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor
+
+from hushgrad.algorithms.algorithm import (
+    Course,
+    Stage,
+    State,
+    check_output,
+    composed,
+    refuse_direct,
+    resized,
+)
+from hushgrad.algorithms.output import Output, last
+from hushgrad.clipping import Clip, abadi
+from hushgrad.persample import difference
+from hushgrad.points import Values, distance, norm, point
+from hushgrad.step import Ask, Part, Round, Term
+from hushgrad.types import Params
+
+_SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two points are the same
+
+
+@dataclass(frozen=True)
+class PerDistance:
+    """Clip a difference of gradients at `smoothness` (L) times the distance of its two points.
+
+    The points are released, so the bound is public. Where every record's gradient is L-Lipschitz
+    nothing is clipped; where it is not, the bound is kept all the same.
+
+    The bound is never more than twice that of the plan's rule.
+
+    Reference: Arora et al. 2022, Private SpiderBoost, whose noise is scaled by this distance.
+    """
+
+    smoothness: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.smoothness) and self.smoothness > 0):
+            raise ValueError(f"expected smoothness > 0 and finite, got {self.smoothness}; pass L")
+
+    def at(self, apart: float, *, most: float) -> Clip:
+        """The rule for two points so far apart, with a bound of at most `most`."""
+        return abadi(min(max(self.smoothness * apart, _SMALLEST_STEP), most))
+
+
+@dataclass(frozen=True)
+class Srm:
+    """DP-SRM, stochastic recursive momentum:
+
+        v_t = (1 − γ) v_(t−1) + (1/b) Σ [γ clip(∇f(θ_t)) + (1 − γ) clip'(∇f(θ_t) − ∇f(θ_(t−1)))]
+
+    with noise on the sum; v_0 is the noisy mean of clipped gradients of a batch of `first_batch`
+    (b0). clip is the plan's rule, with bound C1. clip' is `difference_clip`, with bound C2: a
+    record's bound in the sum is γC1 + (1 − γ)C2, and twice that where a record is replaced. With
+    `combined_clip` the two parts are clipped as one vector instead, and its bound is the record's.
+
+    Events: one of the first batch, and one for each of the T − 1 steps after it. The optimizer is
+    given v_t; an estimate that no point was made from is not released. `step_norm` shortens v_t,
+    penalty included, to that norm: with SGD at rate 1/(2 n0 L) and step_norm 2ζ the step is
+    min(ζ/(n0 L |v|), 1/(2 n0 L))·v, as in the paper. `first_noise` is the first batch's multiplier
+    relative to the others', which the paper takes as b0/b.
+
+    Reference: Wang et al., DP-SRM, Algorithm 1 and section 5; Cutkosky and Orabona 2019, STORM,
+    is its limit without noise and clipping.
+    """
+
+    gamma: float = 0.01
+    difference_clip: Clip | PerDistance | None = field(default_factory=lambda: abadi(0.01))
+    combined_clip: Clip | None = None
+    first_batch: int | None = None
+    first_noise: float = 1.0
+    step_norm: float | None = None
+    output: Output = last
+    carries_metrics: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"expected 0 < gamma <= 1, got {self.gamma}; 1 is DP-SGD")
+        if (self.difference_clip is None) == (self.combined_clip is None):
+            raise ValueError(
+                "expected either difference_clip or combined_clip, got "
+                f"{'neither' if self.combined_clip is None else 'both'}; with combined_clip pass "
+                "difference_clip=None"
+            )
+        for name in ("first_noise", "step_norm"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"expected {name} > 0 and finite, got {value}; leave it out")
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """The first batch may be larger than the others."""
+        if step:
+            return Stage(course.sampling)
+        return Stage(resized(course, self.first_batch), self.first_noise)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """One release for each step: two points share a batch, and its event."""
+        first, other = self.stage(0, course), self.stage(1, course)
+        if first == other:
+            return composed([(first, steps)], noise_multiplier, course)
+        return composed([(first, min(steps, 1)), (other, steps - 1)], noise_multiplier, course)
+
+    def check(self, course: Course) -> None:
+        """Refuse a first batch that cannot be drawn, and what the output rule does not cover."""
+        resized(course, self.first_batch)
+        refuse_direct(self.output)
+        check_output(self.output, course)
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """The recursion; what is remembered is the released estimate and its point."""
+        here = point(round.params)
+        if not state:
+            estimate = round.mean(lambda part: [Term(part.here, round.clip)])
+        else:
+            fresh = round.mean(self._query(round, state["point"]))
+            old = state["estimate"]
+            estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
+        return copied(estimate), {"estimate": estimate, "point": here}
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, on an estimate that is shortened to `step_norm`."""
+        if self.step_norm is not None:
+            shorten(params, self.step_norm)
+        optimizer.step()
+
+    def _query(self, round: Round, before: Values) -> Ask:
+        gamma, combined = self.gamma, self.combined_clip
+        if combined is not None:
+
+            def one_clip(part: Part) -> list[Term]:
+                old, new = part.at(before), part.here
+                both = gamma * new + (1 - gamma) * difference(new, old)
+                return [Term(both, combined, losses=new.losses)]
+
+            return one_clip
+        assert self.difference_clip is not None
+        clip = settled(self.difference_clip, round, before)
+
+        def two_clips(part: Part) -> list[Term]:
+            old, new = part.at(before), part.here
+            return [
+                Term(new, round.clip, gamma),
+                Term(difference(new, old), clip, 1 - gamma),
+            ]
+
+        return two_clips
+
+
+def storm(gamma: float, *, first_batch: int | None = None, output: Output = last) -> Srm:
+    """STORM, without noise or clipping: plan it with noise_multiplier=0 and clip=unclipped().
+
+    Reference: Cutkosky and Orabona 2019; its adaptive rates are left to the optimizer's schedule.
+    """
+    return Srm(gamma, unclipped(), first_batch=first_batch, output=output)
+
+
+def unclipped() -> Clip:
+    """Abadi's rule at a norm that no gradient reaches: for runs that are not private."""
+    return abadi(2.0**60)
+
+
+@dataclass(frozen=True)
+class SpiderBoost:
+    """Private SpiderBoost: a large batch every `period` steps, and differences in between.
+
+        v_t = noisy mean of clip(∇f(θ_t)) over a batch of `anchor_batch`, if period divides t
+        v_t = v_(t−1) + noisy mean of clip'(∇f(θ_t) − ∇f(θ_(t−1))), otherwise
+
+    clip is the plan's rule, clip' is `difference_clip`, PerDistance(L) in the original. Without
+    `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice
+    that where a record is replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of
+    the plan's. `anchor_noise` is the anchors' multiplier relative to the plan's: the original
+    names rates for the two noises and no constants, so 1 is no more than a choice.
+
+    Reference: Arora et al. 2022, Faster Rates of Convergence to Stationary Points in
+    Differentially Private Optimization, Algorithm 1.
+    """
+
+    period: int
+    difference_clip: Clip | PerDistance
+    anchor_batch: int | None = None
+    anchor_noise: float = 1.0
+    step_norm: float | None = None
+    output: Output = last
+    carries_metrics: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ValueError(f"expected period >= 1, got {self.period}; 1 has anchors alone")
+        for name in ("anchor_noise", "step_norm"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"expected {name} > 0 and finite, got {value}; leave it out")
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """Anchors have their own batch."""
+        if step % self.period:
+            return Stage(course.sampling)
+        return Stage(resized(course, self.anchor_batch or course.records), self.anchor_noise)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """One release for each step."""
+        anchors = -(-steps // self.period)
+        stages = [(self.stage(0, course), anchors), (Stage(course.sampling), steps - anchors)]
+        return composed(stages, noise_multiplier, course)
+
+    def check(self, course: Course) -> None:
+        """Refuse anchors that cannot be drawn, and what the output rule does not cover."""
+        resized(course, self.anchor_batch or course.records)
+        refuse_direct(self.output)
+        check_output(self.output, course)
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """The anchor, or the recursion from it."""
+        here = point(round.params)
+        if round.step % self.period == 0 or not state:
+            estimate = round.mean(lambda part: [Term(part.here, round.clip)])
+        else:
+            clip = settled(self.difference_clip, round, state["point"])
+
+            def query(part: Part) -> list[Term]:
+                old, new = part.at(state["point"]), part.here
+                return [Term(difference(new, old), clip, losses=new.losses)]
+
+            fresh, old = round.mean(query), state["estimate"]
+            estimate = {name: old[name].double() + x for name, x in fresh.items()}
+        return copied(estimate), {"estimate": estimate, "point": here}
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, on an estimate that is shortened to `step_norm`."""
+        if self.step_norm is not None:
+            shorten(params, self.step_norm)
+        optimizer.step()
+
+
+def settled(rule: Clip | PerDistance, round: Round, before: Values) -> Clip:
+    """The rule for differences between the round's point and the one before."""
+    if isinstance(rule, Clip):
+        return rule
+    groups = len(round.work.groups(tuple(round.params)).names)
+    return rule.at(distance(point(round.params), before), most=2 * round.clip.bound(groups))
+
+
+def copied(estimate: Values) -> dict[str, Tensor]:
+    """The estimate for an optimizer, which may write on it."""
+    return {name: x.clone() for name, x in estimate.items()}
+
+
+def shorten(params: Params, longest: float) -> None:
+    """Scale the parameters' gradients so that their norm is at most `longest`."""
+    found = {name: p.grad for name, p in params.items() if p.grad is not None}
+    size = norm(found)
+    if size > longest:
+        for gradient in found.values():
+            gradient.mul_(longest / size)

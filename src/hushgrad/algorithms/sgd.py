@@ -1,0 +1,67 @@
+"""Stochastic gradient descent, and gradient descent as its full-batch case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor
+
+from hushgrad.algorithms.algorithm import Course, Stage, State, check_output
+from hushgrad.algorithms.output import Output, last, stopped
+from hushgrad.noise import gaussian
+from hushgrad.step import Round, Term
+from hushgrad.types import Params
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """DP-SGD: the mean of clipped gradients, by any clipping rule and any torch optimizer.
+
+    With `FullBatch()` it is DP-GD. `project` moves the parameters back into a set after each step,
+    which reads released values alone. One record's bound in the sum is that of the clipping rule;
+    each step is one event.
+    """
+
+    output: Output = last
+    project: Callable[[Params], None] | None = None
+    carries_metrics: ClassVar[bool] = True
+
+    def stage(self, step: int, course: Course) -> Stage:
+        """Every step alike."""
+        return Stage(course.sampling)
+
+    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+        """One release for each step."""
+        noise = gaussian(noise_multiplier)
+        return course.sampling.run_event(noise.event, num_records=course.records, num_steps=steps)
+
+    def check(self, course: Course) -> None:
+        """Refuse what the output rule does not cover."""
+        check_output(self.output, course)
+
+    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+        """The noisy mean of the clipped gradients; nothing to remember."""
+        return round.mean(lambda part: [Term(part.here, round.clip)]), state
+
+    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, and the projection."""
+        optimizer.step()
+        if self.project is not None:
+            self.project(params)
+
+
+def rrpsgd() -> Sgd:
+    """RRPSGD: DP-SGD that stops after a number of rounds drawn at random.
+
+    δ(ε) is the mean over the numbers that could be drawn, under the conditions of `stopped`; the
+    expected number of rounds would under-state it. The original takes one record at a time, up to
+    n² rounds and rounds weighted by their rates; here batches are the plan's, and rounds are as
+    likely as each other, which is its rule for a constant rate.
+
+    Reference: Zhang et al. 2017, Efficient Private ERM for Smooth Objectives, Algorithm 2.
+    """
+    return Sgd(output=stopped())

@@ -1,0 +1,341 @@
+"""The traced form as a program: the pass is recorded once, compiled, and run without Python.
+
+`torch.compile` captures the loss as one graph, with guards on all that it read besides tensors. The
+tape runs over that graph once while every operation is recorded, those of the way back and of the
+norms too. Factors are outputs of the recorded program, so no tap breaks it into pieces.
+
+A program is a new piece of arithmetic, and is proved before it is used: its losses, norms and sums
+must be those of the traced pass over the same records and draws, and a record must keep its bits
+beside other records, at other places, and in programs for other numbers of records.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hushgrad.numerics import exact_products
+from hushgrad.persample import records
+from hushgrad.persample.factors import Use
+from hushgrad.persample.gradients import Gradients, Key
+from hushgrad.persample.gram import Rough, sharing_rows
+from hushgrad.persample.oracle import Precision, apart, differs
+from hushgrad.persample.probes import beside_others
+from hushgrad.persample.settled import Stacked, settle
+from hushgrad.persample.sites import Replaying, Site, Unforeseen
+from hushgrad.persample.subject import Subject, contents
+from hushgrad.persample.traced import trace
+from hushgrad.persample.watch import same_bits
+from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
+
+_log = logging.getLogger(__name__)
+
+VECTOR = 32
+"""Programs are for multiples of so many records, which leave no vector of numbers half full."""
+
+
+@dataclass
+class _Pass:
+    """One run through `torch.compile`, and what came of it."""
+
+    params: Params
+    size: int
+    padded: int
+    sites: tuple[Site, ...]
+    gradients: Gradients | None = None
+    new: bool = False  # was its program made in this run?
+
+
+class Compiled:
+    """The compiled passes of one certificate: a program for each number of records."""
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+        self._code: CodeType | None = None
+        self._loss: Loss | None = None
+        self._function: Callable[[Batch], Tensor] | None = None
+        self._current: _Pass | None = None
+        self._sizes: set[int] = set()
+        self._steps = 0
+
+    def __call__(
+        self, subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
+    ) -> Gradients:
+        if subject.free_buffers:
+            raise NotCovered("it moves buffers of the model")
+        draws = _Draws()
+        gradients, new = self._run(subject, batch, size, padded, sites)
+        self._steps += 1
+        if new or self._steps & (self._steps - 1) == 0:  # and at steps 1, 2, 4, 8 ...
+            self._prove(subject, batch, padded, sites, draws)
+            draws.again()
+            gradients, _ = self._run(subject, batch, size, padded, sites)
+        return gradients
+
+    def _run(
+        self, subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
+    ) -> tuple[Gradients, bool]:
+        self._current = current = _Pass(subject.params, size, padded, sites)
+        try:
+            with torch.enable_grad():
+                self._captured(subject.loss)(batch)
+        except (Refused, Unforeseen):
+            raise
+        except Exception as error:
+            reason = f"torch.compile does not take it in one piece, {first_line(error)}"
+            raise NotCovered(reason) from error
+        finally:
+            self._current = None
+        if current.gradients is None:
+            raise NotCovered("torch.compile found nothing to compile")
+        return current.gradients, current.new
+
+    def _captured(self, loss: Loss) -> Callable[[Batch], Tensor]:
+        """The loss for `torch.compile`, which remembers what it compiled by a function's code.
+
+        A copy of the code goes with this certificate. A lambda made anew at each step is the one
+        before it, if it closes over the same objects.
+        """
+        if self._function is None or not _same(loss, self._loss):
+            whole = loss if isinstance(loss, FunctionType) else _call(loss)
+            self._code = self._code or whole.__code__.replace()
+            own = FunctionType(
+                self._code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__
+            )
+            own.__kwdefaults__ = whole.__kwdefaults__
+            self._loss, self._function = (
+                loss,
+                torch.compile(own, backend=self._recorded, fullgraph=True, dynamic=False),
+            )
+        return self._function
+
+    def _recorded(self, graph: fx.GraphModule, _: Any) -> Callable[..., tuple[Tensor, ...]]:
+        """What `torch.compile` runs in the place of a graph that it captured."""
+        program: _Program | None = None
+
+        def run(*inputs: Any) -> tuple[Tensor, ...]:
+            nonlocal program
+            current = self._current
+            assert current is not None
+            if program is None:
+                program, current.new = _record(graph, inputs, current), True
+            losses, current.gradients = program.run(inputs, current)
+            return (losses,)
+
+        return run
+
+    def _prove(
+        self, subject: Subject, batch: Batch, padded: int, sites: tuple[Site, ...], draws: _Draws
+    ) -> None:
+        """Compare a new program with the traced pass, and its bits with its own and others'."""
+
+        def run(batch: Batch, count: int) -> Gradients:
+            draws.again()
+            return self._run(subject, batch, count, count, sites)[0]
+
+        own = run(batch, padded)
+        drew = draws.again()
+        traced = trace(
+            subject.loss, subject.params, batch, padded, padded, Replaying(sites, padded)
+        )
+        if not _norms_are_of_the_factors(own, subject.params):
+            raise NotCovered("the compiled program's norms are not those of its factors")
+        wrong = apart(own, traced, self._precision)
+        if wrong:
+            raise NotCovered(f"of the compiled program {differs(wrong, 'from the traced pass')}")
+        mixed = run(beside_others(batch, loud=False), padded)
+        if not _same_bits(own, mixed, [*range(0, padded, 2)]):
+            raise NotCovered("in the compiled program a record's bits depend on its mates")
+        for size in () if drew else self._sizes | {padded}:  # draws differ from place to place
+            places = [(i + VECTOR) % padded for i in range(size)]
+            moved = run(records.take(batch, places), size)
+            if not _same_bits(own, moved, places, [*range(size)]):
+                raise NotCovered("in compiled programs a record's bits depend on their number")
+        self._sizes.add(padded)
+
+
+def _call(loss: Loss) -> FunctionType:
+    """A function that calls any other callable."""
+
+    def whole(batch: Batch) -> Tensor:
+        return loss(batch)
+
+    assert isinstance(whole, FunctionType)
+    return whole
+
+
+def _same(loss: Loss, before: Loss | None) -> bool:
+    """Do two functions of one code close over the same objects?"""
+    if loss is before:
+        return True
+    if not isinstance(loss, FunctionType) or not isinstance(before, FunctionType):
+        return False
+    now, then = (
+        [*map(contents, f.__closure__ or ()), *(f.__defaults__ or ())] for f in (loss, before)
+    )
+    return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
+
+
+def _norms_are_of_the_factors(gradients: Gradients, params: Params) -> bool:
+    """Are they within their slack of the norms that the usual arithmetic finds?"""
+    usual = Gradients(gradients.factors, params, gradients.losses, gradients.batch).squares
+    for name, square in gradients.squares.items():
+        gap = (square.estimate - usual[name].estimate).abs()
+        close = gap <= square.slack + usual[name].slack
+        if not bool((close | ~usual[name].estimate.isfinite()).all()):
+            return False
+    return True
+
+
+def _same_bits(
+    one: Gradients, other: Gradients, places: list[int], moved_to: list[int] | None = None
+) -> bool:
+    """Have the records at these places the same losses, norms and factors in both?"""
+    here, there = (
+        [x.losses, *(square.estimate for square in x.squares.values()), *x.held()]
+        for x in (one, other)
+    )
+    to = places if moved_to is None else moved_to
+    return all(same_bits(x[places], y[to]) for x, y in zip(here, there, strict=True))
+
+
+class _Draws:
+    """Torch's random state, to be put back."""
+
+    def __init__(self) -> None:
+        self._state = torch.get_rng_state()
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        self._others = {i: torch.cuda.get_rng_state(i) for i in devices}
+
+    def again(self) -> bool:
+        """Put it back; tells whether the processor's had moved."""
+        moved = not torch.equal(torch.get_rng_state(), self._state)
+        torch.set_rng_state(self._state)
+        for i, state in self._others.items():
+            torch.cuda.set_rng_state(state, i)
+        return moved or bool(self._others)
+
+
+# --- recording ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """How some outputs of a program make one parameter's gradient: its uses, and rough norms."""
+
+    name: str
+    uses: dict[Key, Use]  # of tensors without memory
+    rough: list[str]  # the norms' fields that there are
+
+    def rebuilt(self, tensors: Iterator[Tensor]) -> tuple[dict[Key, Use], Rough | None]:
+        """Take the next of the outputs."""
+        uses = {
+            key: use.with_parts([next(tensors) for _ in use.parts])
+            for key, use in self.uses.items()
+        }
+        return uses, Rough(**{field: next(tensors) for field in self.rough}) if self.rough else None
+
+
+@dataclass(frozen=True)
+class _Program:
+    code: Callable[..., Any]
+    layout: list[_Held]
+
+    def run(self, inputs: tuple[Any, ...], current: _Pass) -> tuple[Tensor, Gradients]:
+        with torch.no_grad(), exact_products(next(iter(current.params.values())).device):
+            losses, *tensors = self.code(*inputs)
+        factors: dict[str, dict[Key, Use]] = {name: {} for name in current.params}
+        known: dict[str, Rough] = {}
+        outputs = iter(tensors)
+        for held in self.layout:
+            factors[held.name], rough = held.rebuilt(outputs)
+            if rough is not None:
+                known[held.name] = rough
+        own = losses[: current.size]
+        return losses, Gradients(factors, current.params, own, current.padded, known)
+
+
+def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], current: _Pass) -> _Program:
+    """Run the tape over the graph, and keep all operations that ran as a program."""
+    layout: list[_Held] = []
+
+    def whole(*inputs: Any) -> tuple[Tensor, ...]:
+        gradients = trace(
+            lambda _: _only(graph(*inputs)),
+            current.params,
+            [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad],
+            current.padded,
+            current.padded,
+            Replaying(current.sites, current.padded),
+        )
+        layout[:], tensors = _measured(gradients, current.params)
+        return (gradients.losses, *tensors)
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    recorded = make_fx(whole)(*inputs)
+    return _Program(_machine_code(recorded, inputs), layout)
+
+
+def _only(outputs: tuple[Any, ...]) -> Tensor:
+    if len(outputs) != 1:
+        raise NotCovered("the model keeps tensors of the pass besides its loss")
+    loss: Tensor = outputs[0]
+    return loss
+
+
+def _measured(gradients: Gradients, params: Params) -> tuple[list[_Held], list[Tensor]]:
+    """Settle every gradient and take its rough norms, as tensors and how to put them together."""
+    layout: list[_Held] = []
+    tensors: list[Tensor] = []
+    with torch.no_grad(), exact_products(gradients.losses.device), sharing_rows():
+        for name, found in gradients.factors.items():
+            if not found:
+                continue
+            settled = settle(tuple(found.values()), tuple(params[name].shape))
+            uses: dict[Key, Use] = dict(found)
+            rough: dict[str, Tensor | None] = {}
+            if not isinstance(settled, Stacked):
+                uses = {(i,): use for i, use in enumerate(settled.held)}
+                rough = settled.rough._asdict()
+            norms = {field: x for field, x in rough.items() if x is not None}
+            tensors += [x for use in uses.values() for x in use.parts]
+            tensors += norms.values()
+            shapes = {
+                key: use.with_parts([x.to("meta") for x in use.parts]) for key, use in uses.items()
+            }
+            layout.append(_Held(name, shapes, list(norms)))
+    return layout, tensors
+
+
+def _machine_code(recorded: fx.GraphModule, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+    """The program compiled, or as it was recorded where there is no compiler for it.
+
+    Draws stay torch's own, so that they follow from the run's key. Convolutions keep their layout:
+    others were seen to take twice the time.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    settings = config.patch(fallback_random=True, layout_optimization=False)
+    try:
+        with torch.no_grad(), settings, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about parts of it that are to go
+            code: Any = compile_fx(recorded, list(inputs))
+    except Exception as error:
+        _log.warning("operations are replayed one by one: no machine code, %s", first_line(error))
+        code = recorded
+    compiled: Callable[..., Any] = code
+    return compiled
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,53 @@
+"""Points: the values of parameters, kept aside, put in for a while, or moved to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hushgrad.types import Params
+
+Values = Mapping[str, Tensor]
+"""A tensor for each parameter."""
+
+
+def point(params: Params) -> dict[str, Tensor]:
+    """A copy of the parameters' values."""
+    return {name: p.detach().clone() for name, p in params.items()}
+
+
+def move(params: Params, values: Values) -> None:
+    """Set the parameters to these values."""
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(values[name])
+
+
+@contextmanager
+def swapped(params: Params, values: Values) -> Iterator[None]:
+    """Have the parameters at other values for a while.
+
+    The tensors are exchanged and not written, so that what was computed from them stays true.
+    """
+    kept = {name: p.data for name, p in params.items()}
+    try:
+        for name, p in params.items():
+            p.data = values[name].to(p.device, p.dtype)
+        yield
+    finally:
+        for name, p in params.items():
+            p.data = kept[name]
+
+
+def norm(values: Values) -> float:
+    """The Euclidean norm of all values together, in float64."""
+    squares = [x.double().square().sum() for x in values.values()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def distance(one: Values, other: Values) -> float:
+    """How far apart two points are."""
+    return norm({name: one[name].double() - other[name].double() for name in one})

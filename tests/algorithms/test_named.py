@@ -1,0 +1,45 @@
+"""Algorithms by name: on the command line, and what a run of each leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hushgrad.algorithms.named import NAMED
+from hushgrad.builtin import classifier
+from hushgrad.cli import app
+from hushgrad.types import Relation
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_has_a_plan_that_it_can_take(name: str) -> None:
+    plan = classifier(dataset="digits", algorithm=name, epochs=2, noise_multiplier=3.0).plan
+    setting = NAMED[name](1024, plan.records)
+    assert repr(plan.algorithm) == repr(setting.algorithm)
+    assert (plan.metrics is not None) == setting.algorithm.carries_metrics
+    assert (plan.relation is Relation.REPLACE_ONE) == (name == "ldp")
+    assert plan.epsilon > 0
+    assert not plan.algorithm.output.silent  # a folder is written
+
+
+@pytest.mark.parametrize("name", ["srm", "agd"])
+def test_a_run_by_name_says_what_it_did(name: str, tmp_path: Path) -> None:
+    asked = ["train", "--dataset", "digits", "--algorithm", name, "--epochs", "2", "--json"]
+    result = CliRunner().invoke(app, [*asked, "--output", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert 2.9 < found["epsilon"] <= 3
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert plan["algorithm"].startswith({"srm": "Srm(", "agd": "Agd("}[name])
+    assert plan["algorithm"] in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_name_that_there_is_not_is_told(tmp_path: Path) -> None:
+    asked = ["train", "--dataset", "digits", "--algorithm", "magic"]
+    result = CliRunner().invoke(app, [*asked, "--output", str(tmp_path / "run")])
+    assert result.exit_code == 2
+    assert "spiderboost" in result.output
+    assert not (tmp_path / "run").exists()

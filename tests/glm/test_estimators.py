@@ -46,10 +46,10 @@ def table(n: int = 3000, p: int = 4, classes: int = 2, seed: int = 0):
     return x, scores.argmax(1)
 
 
-# They need a seed, with which a fit is not private, and little noise, for they score models of 20 to
-# 300 records. One that privacy does not allow is named: Poisson regression's score on 200 records,
-# whose noise is scaled by the largest count that can be. They also pass arguments of wrong types on purpose, so
-# they run where the types of calls are not checked.
+# They need a seed, with which a fit is not private, and little noise, for they score models of 20
+# to 300 records. One that privacy does not allow is named: Poisson regression's score on 200
+# records, whose noise is scaled by the largest count that can be. They also pass arguments of wrong
+# types on purpose, so they run where the types of calls are not checked.
 CHECKS = """
 import json, warnings
 warnings.simplefilter("ignore")

@@ -50,6 +50,8 @@ from hushgrad.rng import Rng
 class _Private(BaseEstimator):  # type: ignore[misc]
     """What all of them share: checked input, one private fit, linear scores."""
 
+    _counts = False  # whether targets are counts
+
     def _settings(self) -> Settings:
         rng = self.rng
         if rng is None:
@@ -81,6 +83,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        tags.target_tags.positive_only = self._counts
         tags.non_deterministic = self.rng is None or isinstance(self.rng, Rng)
         return tags
 
@@ -258,6 +261,8 @@ class PrivatePoissonRegressor(_PrivateRegressor):
     Counts are cut to `target_bound`. With `clip_norm="auto"` a record whose expected count is off
     by more than about `target_bound` pulls no harder than at that.
     """
+
+    _counts = True
 
     def fit(self, X: Any, y: Any) -> PrivatePoissonRegressor:
         """Fit privately; the first line of `guarantee_` says how privately."""

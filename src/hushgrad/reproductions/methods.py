@@ -126,7 +126,7 @@ def _srm(task: Task) -> Plan:
         abadi(C2),
         first_batch=_first(task),
         first_noise=2.0,
-        step_norm=0.1 / _RATE if task.scaled else 0.1,
+        step_norm=0.1 / _RATE if task.scaled else 0.01,
     )
     return task.plan(rule, share=share, passes=steps * share)
 

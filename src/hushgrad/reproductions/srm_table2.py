@@ -29,17 +29,21 @@ Curve = list[tuple[float, float]]
 """Passes over the data, and the test objective after them."""
 
 
+Load = Callable[[Path | None], Split[Records]]
+STUDIES: tuple[tuple[Load, tuple[tuple[Accounting, bool], ...]], ...] = (
+    (a9a, ((TIGHT, True), (TIGHT, False), (PAPER, True))),
+    (ijcnn1, ((TIGHT, True),)),
+)
+"""Data sets, and for each how runs are accounted for and whether rows are scaled."""
+
+
 def srm_table2(settings: Settings) -> None:
     """Both data sets; a9a with rows scaled and not, and by two ways of accounting."""
-    _study(settings, a9a, ((TIGHT, True), (TIGHT, False), (PAPER, True)))
-    _study(settings, ijcnn1, ((TIGHT, True),))
+    for load, ways in STUDIES:
+        _study(settings, load, ways)
 
 
-def _study(
-    settings: Settings,
-    load: Callable[[Path | None], Split[Records]],
-    ways: tuple[tuple[Accounting, bool], ...],
-) -> None:
+def _study(settings: Settings, load: Load, ways: tuple[tuple[Accounting, bool], ...]) -> None:
     split = load(settings.data)
     table = Table(
         f"DP-SRM and its baselines on {split.name}, δ = 1e-5",

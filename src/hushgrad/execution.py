@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,17 @@ from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
 from hushgrad.types import Batch, Loss, Params
+
+
+@runtime_checkable
+class ClosedForm(Protocol):
+    """A loss that knows its own per-sample gradients, and needs neither autograd nor a proof."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """One loss for each record."""
+
+    def per_sample(self, params: Params, batch: Batch) -> Gradients:
+        """As `persample.per_sample` would return them, with the same promises."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,9 @@ class Execution:
     def gradients(
         self, loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module] = ()
     ) -> Gradients:
-        """Per-sample gradients of one micro-batch."""
+        """Per-sample gradients of one micro-batch; a loss may have them itself."""
+        if isinstance(loss, ClosedForm) and count(batch):
+            return loss.per_sample(params, batch)
         if self.loss_scale == 1:
             return per_sample(loss, params, batch, form=self.forms, modules=modules)
         scale = self.loss_scale

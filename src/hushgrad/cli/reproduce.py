@@ -1,0 +1,41 @@
+"""hushgrad reproduce: a table or figure of the papers, run anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="Which one; `list` names them.")],
+    data: Annotated[
+        Path | None, typer.Option(help="The folder of the data sets, or HUSHGRAD_DATA.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where tables and figures are written.")] = Path(
+        "reproductions"
+    ),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 10,
+) -> None:
+    """Run a table or a figure of the papers anew, and write it beside the published figures."""
+    from hushgrad.reproductions import REPRODUCTIONS, Settings  # takes seconds to import
+
+    console = Console(stderr=True)
+    if name not in REPRODUCTIONS:
+        known = ", ".join(sorted(REPRODUCTIONS))
+        if name == "list":
+            typer.echo(known.replace(", ", "\n"))
+            return
+        raise typer.BadParameter(f"expected one of {known}, got {name}")
+    out.mkdir(parents=True, exist_ok=True)
+    with console.status("starting") as status:
+        settings = Settings(out, data, seeds, lambda line: status.update(line))
+        try:
+            REPRODUCTIONS[name](settings)
+        except ValueError as error:
+            console.print(f"[red]{error}[/red]")
+            raise typer.Exit(1) from error
+    for path in sorted(out.iterdir()):
+        typer.echo(str(path))

@@ -1,0 +1,15 @@
+"""The papers' tables and figures, run anew, each with a table beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hushgrad.reproductions.srm_table2 import srm_table2
+from hushgrad.reproductions.study import Settings
+
+Reproduction = Callable[[Settings], None]
+
+REPRODUCTIONS: dict[str, Reproduction] = {"srm-table2": srm_table2}
+"""By the names that `hushgrad reproduce` knows."""
+
+__all__ = ["REPRODUCTIONS", "Reproduction", "Settings"]

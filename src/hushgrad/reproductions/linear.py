@@ -1,0 +1,173 @@
+"""Non-convex logistic regression on a9a and ijcnn1, as paper C runs it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hushgrad.data.split import Split
+from hushgrad.data.tables import Table
+from hushgrad.glm import PrivateLogisticRegression
+from hushgrad.glm.closed import LinearLoss
+from hushgrad.glm.losses import logistic
+from hushgrad.persample.records import count
+from hushgrad.plan import Plan
+from hushgrad.rng import Rng
+from hushgrad.training import train
+
+PENALTY = 1e-3
+"""λ of the regulariser λ Σ θ²/(1 + θ²)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Records, and the public constant `scale` that every row is multiplied by.
+
+    The model sees scaled rows; objective and regulariser are those of the rows as they are.
+    """
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    scale: float
+
+    @property
+    def records(self) -> int:
+        return len(self.train[1])
+
+    @property
+    def features(self) -> int:
+        return self.train[0].shape[1]
+
+    def model(self) -> nn.Linear:
+        """Weights that start at zero."""
+        model = nn.Linear(self.features, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def penalty(self, model: nn.Linear) -> Tensor:
+        """The regulariser, of the weights of unscaled rows."""
+        square = (self.scale * model.weight).square()
+        return PENALTY * (square / (1 + square)).sum()
+
+    @torch.no_grad()
+    def test_objective(self, model: nn.Linear) -> float:
+        """Test loss plus regulariser."""
+        x, y = self.test
+        return float(F.softplus(-y * model(x).squeeze(1)).mean() + self.penalty(model))
+
+    @torch.no_grad()
+    def measured(self, model: nn.Linear) -> dict[str, float]:
+        """Test objective, test loss, accuracy, and the gradient's norm over the private records."""
+        x, y = self.test
+        margins = y * model(x).squeeze(1)
+        return {
+            "objective": self.test_objective(model),
+            "loss": float(F.softplus(-margins).mean()),
+            "accuracy": float((margins > 0).double().mean()),
+            "gradient": self._gradient_norm((self.scale * model.weight).double().flatten()),
+        }
+
+    def _gradient_norm(self, weights: Tensor) -> float:
+        x, y = (part.double() for part in self.train)
+        x = x / self.scale
+        with torch.enable_grad():
+            point = weights.detach().clone().requires_grad_()
+            square = point.square()
+            total = F.softplus(-y * (x @ point)).mean() + PENALTY * (square / (1 + square)).sum()
+            (gradient,) = torch.autograd.grad(total, point)
+        return float(gradient.norm())
+
+
+def problem(split: Split[Table], *, scaled: bool) -> Problem:
+    """The data as a problem; scaled rows have norm 1 at most, by a bound that is public.
+
+    Rows of a9a have 14 entries of 1 at most, those of ijcnn1 22 entries from -1 to 1.
+    """
+    largest = {"a9a": math.sqrt(14), "ijcnn1": math.sqrt(22)}[split.name]
+    scale = 1 / largest if scaled else 1.0
+    train, test = ((x * scale, 2.0 * y.float() - 1) for x, y in (split.train, split.test))
+    return Problem(split.name, train, test, scale)
+
+
+def fitted(
+    problem: Problem,
+    plan: Plan,
+    *,
+    rate: float,
+    seed: int,
+    points: int = 1,
+    curve: list[tuple[float, float]] | None = None,
+) -> dict[str, float]:
+    """Train by a plan from a fixed seed; what was measured, with its cost.
+
+    `points` is how many gradients of a record a step after the first takes. Passes and test
+    objectives are added to `curve`, which takes no part in the time.
+    """
+    model = problem.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    loss = LinearLoss(model, logistic())
+    visits = evaluations = 0
+    shown = 0.0
+    started = time.perf_counter()
+    run = train(model, optimizer, problem.train, plan=plan, rng=Rng.fixed(seed))
+    for batch in run:
+        run.step(loss, batch, penalty=lambda: problem.penalty(model))
+        evaluations += count(batch) * (points if visits else 1)
+        visits += count(batch)
+        if curve is not None:
+            paused = time.perf_counter()
+            curve.append((visits / problem.records, problem.test_objective(model)))
+            shown += time.perf_counter() - paused
+    spent = time.perf_counter() - started - shown
+    return problem.measured(model) | {
+        "passes": visits / problem.records,
+        "evaluations": evaluations / problem.records,
+        "seconds": spent,
+    }
+
+
+def perturbed(problem: Problem, *, epsilon: float, delta: float, seed: int) -> dict[str, float]:
+    """Objective perturbation, which minimises with a ridge in the regulariser's place."""
+    x, y = (part.double().numpy() for part in problem.train)
+    started = time.perf_counter()
+    found = PrivateLogisticRegression(
+        epsilon=epsilon,
+        delta=delta,
+        algorithm="objective",
+        feature_norm=1.0,
+        fit_intercept=False,
+        records=problem.records,
+        classes=(-1.0, 1.0),
+        rng=seed,
+    ).fit(x, y)
+    spent = time.perf_counter() - started
+    model = problem.model()
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(found.coef_))
+    visits = float(found.n_iter_)
+    cost = {"passes": visits, "evaluations": visits, "seconds": spent}
+    return problem.measured(model) | cost
+
+
+def minimum(problem: Problem) -> dict[str, float]:
+    """The objective over the private records, minimised without privacy."""
+    model = problem.model()
+    x, y = problem.train
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=500, history_size=50, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = F.softplus(-y * model(x).squeeze(1)).mean() + problem.penalty(model)
+        total.backward()
+        return total
+
+    optimizer.step(closure)
+    return problem.measured(model)

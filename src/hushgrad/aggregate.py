@@ -25,7 +25,7 @@ def aggregate(
     gradients: PerSample, weights: Mapping[str, Float[Tensor, " batch"]], *, bound: float
 ) -> Bounded:
     """Sum the weighted gradients; `bound` is what the weights' rule promised for one record."""
-    records = len(gradients.losses)
+    records = max((len(each) for each in weights.values()), default=0)
     if records > LARGEST_SUM:
         raise ValueError(
             f"expected at most {LARGEST_SUM} records in one sum, got {records}, which would round "

@@ -34,6 +34,17 @@ class PureDpEvent(DpEvent):  # type: ignore[misc]
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
+class ApproximateDpEvent(DpEvent):  # type: ignore[misc]
+    """A release that is (ε, δ)-DP under the run's own relation, and of which no more is known.
+
+    No accountant composes it: it is charged as it is, by a budget that adds up ε and δ.
+    """
+
+    epsilon: float
+    delta: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
 class ShuffledDpEvent(DpEvent):  # type: ignore[misc]
     """Shuffled passes over the data in batches of a fixed size, `event` on every batch.
 

@@ -6,6 +6,7 @@ import typer
 
 from hushgrad.cli.accounting import account, plan
 from hushgrad.cli.audit import audit
+from hushgrad.cli.clipping_bias import clipping_bias
 from hushgrad.cli.demo import demo
 from hushgrad.cli.doctor import doctor
 from hushgrad.cli.ledger import ledger
@@ -20,7 +21,7 @@ def hushgrad() -> None:
     """Train PyTorch models with differential privacy."""
 
 
-for command in (demo, doctor, account, plan):
+for command in (demo, doctor, account, plan, clipping_bias):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(train)
 app.add_typer(audit, name="audit")

@@ -1,0 +1,119 @@
+"""Steps, batch and step size from public numbers alone, so that nothing need be tuned.
+
+Rows have norm at most 1, with a constant behind them for the intercept. Let s be noise ÷
+sensitivity of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size.
+Whatever the number of steps, a direction without curvature collects noise of standard deviation
+τ·s·L/n: more steps need more noise each, and take it in smaller steps. So only τ is to be chosen,
+against
+
+- what descent has not learnt yet, at most r²/(2τ) for a solution of norm r;
+- what the noise costs, about (τ·s·L/n)²·κ/2 with κ a bound on the trace of a record's Hessian.
+
+The sum is least at τ³ = r²n²/(2κ(sL)²). r is a constant of the loss, chosen on simulated data
+(`python -m benchmarks.glm choose`). The step size is 1 ÷ the smoothness, which gives the steps; the
+batch is the smallest at which sampling still costs no more than about a tenth of the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hushgrad.accounting.closed_forms import gaussian_noise_multiplier
+from hushgrad.sampling import FullBatch, Poisson, Scheme
+from hushgrad.types import Relation
+
+INTERCEPT = 0.3
+"""The constant behind a row of norm 1. It adds 4 % to a row's norm, and so to the noise."""
+
+SMALL_NOISE = 2.0
+"""A Poisson batch's noise multiplier; below, sampling costs more noise than it saves work."""
+
+SMALLEST_BATCH, MOST_STEPS, FEWEST_STEPS = 64, 4000, 10
+"""Limits of time and of the accountants' usual range."""
+
+MOMENTUM = 0.9
+"""Of full-batch descent: a tenth of the steps, and the same noise."""
+
+
+@dataclass(frozen=True)
+class Public:
+    """What is public of a fit: n, the target, and the bounds of the loss.
+
+    `slope` bounds |ℓ'|, or stands for it where the gradient is clipped to it; `curvature` bounds
+    ℓ'' likewise, and `reach` (r) is the norm of the solutions that are expected.
+    """
+
+    records: int
+    epsilon: float
+    delta: float
+    relation: Relation
+    classes: int
+    row_norm: float
+    slope: float
+    curvature: float
+    reach: float
+
+    @property
+    def one_release(self) -> float:
+        """s·L: the noise that one release of a sum would need."""
+        multiplier = gaussian_noise_multiplier(self.epsilon, delta=self.delta)
+        doubled = 2 if self.relation is Relation.REPLACE_ONE else 1
+        return doubled * multiplier * self.slope * self.row_norm
+
+    @property
+    def trace(self) -> float:
+        """κ: the curvature of a record's loss, summed over the directions that it can have.
+
+        Softmax's Hessian has a trace below 1, however many classes there are.
+        """
+        return min(self.classes * self.curvature, max(1.0, self.curvature)) * self.row_norm**2
+
+    @property
+    def training_time(self) -> float:
+        """τ: steps × step size."""
+        noise = self.one_release / self.records
+        return float((self.reach**2 / (2 * self.trace * noise**2)) ** (1 / 3))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Sampling, number of steps, step size and momentum of a descent."""
+
+    sampling: Scheme
+    steps: int
+    rate: float
+    momentum: float
+
+
+def course(
+    public: Public,
+    *,
+    full: bool,
+    batch: int | None = None,
+    steps: int | None = None,
+    rate: float | None = None,
+) -> Course:
+    """The course of a descent, with full batches or not; what is given stays as it is."""
+    momentum = MOMENTUM if full else 0.0
+    rate = rate or 1 / (public.curvature * public.row_norm**2)
+    if steps is None:
+        wanted = public.training_time * (1 - momentum) / rate
+        steps = min(max(math.ceil(wanted), FEWEST_STEPS), MOST_STEPS)
+    if full:
+        return Course(FullBatch(), steps, rate, momentum)
+    if batch is None:
+        each = public.one_release / (public.slope * public.row_norm) * math.sqrt(steps)
+        batch = max(math.ceil(public.records * SMALL_NOISE / each), SMALLEST_BATCH)
+    return Course(Poisson(min(1.0, batch / public.records)), steps, rate, momentum)
+
+
+def objective_strength(public: Public, *, noise: float, parameters: int) -> float:
+    """Λ for objective perturbation: Λr²/2 is what it costs, σ²·parameters/(2Λ) what noise does."""
+    return noise * math.sqrt(parameters) / public.reach
+
+
+def output_strength(public: Public) -> float:
+    """Λ for output perturbation: Λr²/2 against n·κ·(sL/Λ)²/2, which is least at Λ³ = 2nκ(sL/r)²."""
+    cost = 2 * public.records * public.trace * (public.one_release / public.reach) ** 2
+    return float(cost ** (1 / 3))

@@ -1,0 +1,131 @@
+"""Private gradient descent on a linear model: minibatches or full batches, any clipping rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from hushgrad.clipping import Clip
+from hushgrad.glm.gradients import NAME, clipped_sum
+from hushgrad.glm.losses import Penalty, ScoreLoss
+from hushgrad.glm.rows import Rows
+from hushgrad.ledger import Budget, Spend
+from hushgrad.noise import release
+from hushgrad.plan import Plan
+from hushgrad.resuming import Fingerprint, none, remembered
+from hushgrad.rng import Rng
+from hushgrad.sampling import FullBatch, Scheme
+from hushgrad.types import Refused, Relation
+
+Projection = Callable[[Tensor], Tensor]
+"""The nearest point of a convex set that is public."""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How released gradients move θ: `rate` (η), heavy-ball `momentum`, and what is returned.
+
+    The mean of the last `average` (a share) of the iterates is returned; 0 returns the last one.
+    A `penalty` reads no record. All of it is post-processing.
+    """
+
+    rate: float
+    momentum: float = 0.0
+    average: float = 0.5
+    penalty: Penalty | None = None
+    projection: Projection | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and 0 <= self.momentum < 1 and 0 <= self.average <= 1):
+            raise ValueError(
+                "expected rate > 0, 0 <= momentum < 1 and 0 <= average <= 1, got "
+                f"{self.rate}, {self.momentum} and {self.average}; leave them out"
+            )
+
+
+@dataclass
+class Descended:
+    """Where a descent ended, and what it was charged beyond its plan."""
+
+    theta: Float64[Tensor, "classes width"]
+    steps_taken: int
+    charges: tuple[Spend, ...] = ()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint would hold; there is none."""
+        return {}
+
+
+def descend(
+    rows: Rows,
+    labels: Tensor,
+    *,
+    classes: int,
+    loss: ScoreLoss,
+    plan: Plan,
+    descent: Descent,
+    rng: Rng,
+    budget: Budget | None = None,
+    fingerprint: Fingerprint = none,
+) -> Descended:
+    """Take the plan's steps from θ = 0, each on a batch drawn as the plan accounts for it.
+
+    Guarantees: noise is added once to each step, also to an empty batch; sums are divided by the
+    plan's public expected batch; only released values move θ.
+    """
+    clip, sampling = plan.clip, plan.sampling
+    if not isinstance(clip, Clip) or not isinstance(sampling, Scheme) or plan.metrics is not None:
+        raise Refused(
+            "expected a plan with a fixed clipping rule, a sampling scheme and no metrics, got "
+            f"{clip!r}, {sampling.statement} and metrics {plan.metrics}; train others by hg.train"
+        )
+    memory = remembered(
+        plan=plan,
+        rng=rng,
+        budget=budget,
+        folder=None,
+        resume=False,
+        keep={},
+        fingerprint=fingerprint,
+    )
+    theta = torch.zeros(classes, rows.width, dtype=torch.float64)
+    velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
+    kept = max(1, round(descent.average * plan.steps))
+    span, noise, divisor = _span(rows, sampling, plan), plan.noise, plan.divisor
+    for step in range(plan.steps):
+        drawn, own = rows, labels
+        if not isinstance(sampling, FullBatch):
+            positions = sampling.draw(span, step=step, rng=memory.sampling)
+            positions = positions[positions < rows.count]
+            drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
+        total = clipped_sum(drawn, own, theta, loss=loss, clip=clip)
+        released = release(total, noise, rng=memory.rng, step=step)
+        memory.released(step, released.digest)
+        gradient = released.values[NAME] / divisor
+        if descent.penalty is not None:
+            gradient = gradient + descent.penalty.gradient(theta)
+        velocity = descent.momentum * velocity + gradient
+        theta = theta - descent.rate * velocity
+        if descent.projection is not None:
+            theta = descent.projection(theta)
+        if step >= plan.steps - kept:
+            mean += theta / kept
+    done = Descended(mean, plan.steps)
+    memory.finish(done)
+    return Descended(mean, plan.steps, memory.charges)
+
+
+def _span(rows: Rows, sampling: Scheme, plan: Plan) -> int:
+    """How many positions batches are drawn from; see `sampling.Loader`."""
+    if Relation.ADD_REMOVE in sampling.relations:
+        return max(plan.records, rows.count)
+    if rows.count != plan.records:
+        raise Refused(
+            f"expected the {plan.records} records that the plan states with "
+            f"{sampling.statement}, got another number of them; plan for the public number"
+        )
+    return plan.records

@@ -1,0 +1,107 @@
+"""The minimiser of a strongly convex objective, to a gradient that is certified to be small."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from scipy.sparse.linalg import LinearOperator, cg
+from torch import Tensor
+
+from hushgrad.glm.gradients import linear_gradients
+from hushgrad.glm.losses import ScoreLoss
+from hushgrad.glm.rows import Rows
+from hushgrad.types import Refused
+
+_MOST_STEPS = 200
+_HALVINGS = 40
+_DENSE = 2048  # up to so many parameters the Hessian is written out and solved
+
+
+def minimiser(
+    rows: Rows,
+    labels: Tensor,
+    *,
+    loss: ScoreLoss,
+    strength: float,
+    tilt: Float64[Tensor, "classes width"],
+    tolerance: float,
+) -> Float64[Tensor, "classes width"]:
+    """A θ at which Σℓ + Λ‖θ‖²/2 + <tilt, θ> has a gradient of norm at most `tolerance`.
+
+    So it is within tolerance/Λ of the minimiser. By Newton's method with the gradient's norm as
+    its measure of progress: of a strongly convex objective every Newton step lessens it.
+    """
+
+    def gradient(theta: Tensor) -> Tensor:
+        slopes = linear_gradients(rows, labels, theta, loss=loss).slopes
+        return rows.combined(slopes) + strength * theta + tilt
+
+    theta = torch.zeros_like(tilt)
+    now = gradient(theta)
+    for _ in range(_MOST_STEPS):
+        # Half of it is left for rounding in the gradient itself.
+        if now.norm() <= tolerance / 2:
+            return theta
+        step = _newton_step(rows, labels, theta, now, loss=loss, strength=strength)
+        share, moved = 1.0, gradient(theta - step)
+        for _ in range(_HALVINGS):
+            if moved.norm() < (1 - share / 4) * now.norm():
+                break
+            share /= 2
+            moved = gradient(theta - share * step)
+        theta, now = theta - share * step, moved
+    raise Refused(
+        f"expected a minimiser with a gradient below {tolerance / 2:.3g}, got {now.norm():.3g} "
+        f"after {_MOST_STEPS} steps, and the proof needs it; raise the regularization, or use "
+        'algorithm "sgd", which needs no minimiser'
+    )
+
+
+def _newton_step(
+    rows: Rows, labels: Tensor, theta: Tensor, gradient: Tensor, *, loss: ScoreLoss, strength: float
+) -> Tensor:
+    """H⁻¹·gradient, H the Hessian of the regularised objective."""
+    z = rows.scores(theta)
+    y = torch.cat([labels, labels.new_zeros(len(z) - rows.count)])
+    if theta.numel() <= _DENSE:
+        hessian = _hessian(rows, _curvatures(z, y, loss), strength)
+        step: Tensor = torch.linalg.solve(hessian, gradient.reshape(-1))
+        return step.reshape(theta.shape)
+
+    def product(v: np.ndarray) -> np.ndarray:
+        direction = torch.from_numpy(np.ascontiguousarray(v)).reshape(theta.shape)
+        along = rows.scores(direction)
+        bent = torch.func.jvp(lambda s: _slopes(s, y, loss), (z,), (along,))[1]
+        return (rows.combined(bent) + strength * direction).reshape(-1).numpy()
+
+    size = theta.numel()
+    operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
+    found, _ = cg(operator, gradient.reshape(-1).numpy(), rtol=1e-6, maxiter=10 * size)
+    return torch.from_numpy(found).reshape(theta.shape)
+
+
+def _slopes(z: Tensor, y: Tensor, loss: ScoreLoss) -> Tensor:
+    return loss.derivative(z, y) if loss.vector else loss.derivative(z[:, 0], y)[:, None]
+
+
+def _curvatures(z: Tensor, y: Tensor, loss: ScoreLoss) -> Float64[Tensor, "n k k"]:
+    """ℓ''(z) of each record: one column for each direction of the scores."""
+    columns = []
+    for axis in torch.eye(z.shape[1], dtype=z.dtype):
+        along = axis.expand_as(z).contiguous()
+        columns.append(torch.func.jvp(lambda s: _slopes(s, y, loss), (z,), (along,))[1])
+    return torch.stack(columns, 2)
+
+
+def _hessian(
+    rows: Rows, curvatures: Float64[Tensor, "n k k"], strength: float
+) -> Float64[Tensor, "size size"]:
+    classes, width = curvatures.shape[1], rows.width
+    blocks = torch.zeros(classes, width, classes, width, dtype=torch.float64)
+    for a in range(classes):
+        for b in range(a + 1):
+            blocks[a, :, b, :] = rows.gram(curvatures[:, a, b])
+            blocks[b, :, a, :] = blocks[a, :, b, :]
+    size = classes * width
+    return blocks.reshape(size, size) + strength * torch.eye(size, dtype=torch.float64)

@@ -1,0 +1,191 @@
+"""The rows x of all records: scaled to a stated bound once, with their norms, dense or sparse.
+
+A record's score is one row's product, whoever stands beside it. Kernels change the order of their
+sums with the shape of a matrix, so rows are padded with zeros to multiples of 8 and worked on in
+parts of at most 1024; scipy's sparse products go row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from numpy import ndarray
+from scipy import sparse
+from torch import Tensor
+
+from hushgrad.aggregate import LARGEST_SUM
+from hushgrad.numerics import square_norms
+
+MULTIPLE = 8
+"""Parts have a multiple of this many rows; the last ones may be zeros."""
+
+PART = LARGEST_SUM
+"""The most records that are worked on at once."""
+
+LONGEST = 1 + 2.0**-40
+"""A row that was scaled to norm 1 is no longer than this."""
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows of records, `count` of them and then zeros."""
+
+    @property
+    def count(self) -> int:
+        """How many records there are."""
+
+    @property
+    def width(self) -> int:
+        """How many numbers a row has, the constant for the intercept included."""
+
+    @property
+    def sq_norms(self) -> Float64[Tensor, " padded"]:
+        """Upper bounds on ‖x‖², zeros included."""
+
+    def take(self, positions: slice | ndarray) -> Rows:
+        """The rows at these positions, or of a slice that begins at a multiple of `MULTIPLE`."""
+
+    def scores(self, theta: Float64[Tensor, "classes width"]) -> Float64[Tensor, "padded classes"]:
+        """<θ_k, x> for every row and class."""
+
+    def combined(
+        self, weights: Float64[Tensor, "padded classes"]
+    ) -> Float64[Tensor, "classes width"]:
+        """Σ weight·x for every class."""
+
+    def gram(self, weights: Float64[Tensor, " padded"]) -> Float64[Tensor, "width width"]:
+        """Σ weight·xxᵀ."""
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """Rows in a tensor, padded to a multiple of `MULTIPLE`; the last one is always zeros."""
+
+    x: Float64[Tensor, "padded width"]
+    sq_norms: Float64[Tensor, " padded"]
+    count: int
+
+    @property
+    def width(self) -> int:
+        return self.x.shape[1]
+
+    def take(self, positions: slice | ndarray) -> DenseRows:
+        if isinstance(positions, slice):
+            start, stop, _ = positions.indices(self.count)
+            cut = slice(start, start + _padded(stop - start))
+            return DenseRows(self.x[cut], self.sq_norms[cut], stop - start)
+        padded = np.full(_padded(len(positions)), len(self.x) - 1)
+        padded[: len(positions)] = positions
+        index = torch.from_numpy(padded)
+        return DenseRows(
+            self.x.index_select(0, index), self.sq_norms.index_select(0, index), len(positions)
+        )
+
+    def scores(self, theta: Tensor) -> Tensor:
+        if len(self.x) <= PART:
+            return self.x @ theta.T
+        return torch.cat([part @ theta.T for part in self.x.split(PART)])
+
+    def combined(self, weights: Tensor) -> Tensor:
+        return weights.T @ self.x
+
+    def gram(self, weights: Tensor) -> Tensor:
+        return self.x.T @ (weights[:, None] * self.x)
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Rows in a scipy matrix of compressed rows; they need no padding."""
+
+    x: Any
+    sq_norms: Float64[Tensor, " padded"]
+
+    @property
+    def count(self) -> int:
+        return int(self.x.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.x.shape[1])
+
+    def take(self, positions: slice | ndarray) -> SparseRows:
+        if isinstance(positions, slice):
+            return SparseRows(self.x[positions], self.sq_norms[positions])
+        return SparseRows(self.x[positions], self.sq_norms[torch.from_numpy(positions)])
+
+    def scores(self, theta: Tensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self.x @ theta.numpy().T))
+
+    def combined(self, weights: Tensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray((self.x.T @ weights.numpy()).T))
+
+    def gram(self, weights: Tensor) -> Tensor:
+        weighted = self.x.multiply(weights.numpy()[:, None]).tocsr()
+        return torch.from_numpy((self.x.T @ weighted).toarray())
+
+
+def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> Rows:
+    """Rows divided by `feature_norm`, shortened to norm 1 where longer, and a constant behind.
+
+    `features` is an array, a tensor or a scipy sparse matrix; `intercept` the constant, none if 0.
+    `feature_norm` is the user's statement of how long a row may be; it is never read off the data.
+    A row that is not finite, or whose square is not, becomes 0: it counts for nothing.
+    """
+    if not (math.isfinite(feature_norm) and feature_norm > 0):
+        raise ValueError(
+            f"expected feature_norm > 0 and finite, got {feature_norm}; state how long a row of "
+            "features can be, without looking at the data"
+        )
+    if sparse.issparse(features):
+        return _sparse(features, feature_norm, intercept)
+    x = torch.as_tensor(features, dtype=torch.float64)
+    records, width = x.shape
+    padded = x.new_zeros(_padded(records + 1), width + (intercept != 0))
+    for start in range(0, records, PART):
+        part = x[start : start + PART] / feature_norm
+        finite = part.isfinite().all(1)
+        factor = torch.where(finite, _shortening(torch.where(finite[:, None], part, 0.0)), 0.0)
+        row = padded[start : start + len(part)]
+        row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
+        if intercept:
+            row[:, width] = intercept * (factor > 0)
+    return DenseRows(padded, square_norms(padded).upper, records)
+
+
+def _shortening(part: Float64[Tensor, "n p"]) -> Float64[Tensor, " n"]:
+    """What each row is multiplied by: 1, or 1 ÷ its norm where that is above 1."""
+    return square_norms(part).upper.sqrt().clamp(min=1.0).reciprocal()
+
+
+def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
+    x = sparse.csr_array(features, dtype=np.float64, copy=True)
+    x.sum_duplicates()  # a row's squares are those of its entries
+    x.data /= feature_norm
+    bad = np.zeros(x.shape[0], dtype=bool)
+    bad[np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))[~np.isfinite(x.data)]] = True
+    x.data[~np.isfinite(x.data)] = 0.0
+    factor = 1 / np.maximum(np.sqrt(_sparse_squares(x)), 1.0)
+    factor[bad | ~np.isfinite(factor)] = 0.0
+    x.data *= np.repeat(factor, np.diff(x.indptr))
+    if intercept:
+        ones = sparse.csr_array(intercept * (factor > 0)[:, None])
+        x = sparse.csr_array(sparse.hstack([x, ones], format="csr"))
+    return SparseRows(x, torch.from_numpy(_sparse_squares(x)))
+
+
+def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
+    """Upper bounds on the rows' squared norms: one after the other, rounded up."""
+    squares, places = np.zeros(x.shape[0]), np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
+    with np.errstate(over="ignore"):
+        np.add.at(squares, places, np.square(x.data))
+    longest = int(np.diff(x.indptr).max(initial=0))
+    return squares * (1 + (longest + 8) * 2.0**-53) + longest * np.finfo(np.float64).tiny
+
+
+def _padded(count: int) -> int:
+    return -(-count // MULTIPLE) * MULTIPLE

@@ -37,6 +37,7 @@ COMPOSERS = frozenset(
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
     | {"demo", "cli", "recipe", "augmentation", "charging", "resuming"}
     | {"evaluation", "builtin", "curves", "launch", "odometer", "preflight", "words"}
+    | {"reproductions"}
 )
 
 EVERYTHING = GROUND.keys() | STAGES | COMPOSERS

@@ -95,7 +95,7 @@ def descend(
     theta = torch.zeros(classes, rows.width, dtype=torch.float64)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
-    span, noise, divisor = _span(rows, sampling, plan), plan.noise, plan.divisor
+    span, divisor = _span(rows, sampling, plan), plan.divisor
     for step in range(plan.steps):
         drawn, own = rows, labels
         if not isinstance(sampling, FullBatch):
@@ -103,7 +103,7 @@ def descend(
             positions = positions[positions < rows.count]
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
         total = clipped_sum(drawn, own, theta, loss=loss, clip=clip)
-        released = release(total, noise, rng=memory.rng, step=step)
+        released = release(total, plan.noise(step), rng=memory.rng, step=step)
         memory.released(step, released.digest)
         gradient = released.values[NAME] / divisor
         if descent.penalty is not None:

@@ -1,0 +1,1 @@
+"""The papers' results, computed again: each leaves a table and a figure."""

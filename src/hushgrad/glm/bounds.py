@@ -41,9 +41,7 @@ def local_noise(
     return 2 * multiplier * clip_norm / math.sqrt(records)
 
 
-def best_rate(
-    *, distance: float, clip_norm: float, rank: int, noise: float, steps: int
-) -> float:
+def best_rate(*, distance: float, clip_norm: float, rank: int, noise: float, steps: int) -> float:
     """The η for which `average_risk` is least; `distance` is ‖θ* − θ_0‖ within the rank's space."""
     return distance / math.sqrt((steps + 1) * _square(clip_norm, rank, noise))
 
@@ -81,9 +79,7 @@ def central_risk(
     noise = central_noise(
         clip_norm=clip_norm, records=records, epsilon=epsilon, delta=delta, steps=steps
     )
-    return average_risk(
-        distance=distance, clip_norm=clip_norm, rank=rank, noise=noise, steps=steps
-    )
+    return average_risk(distance=distance, clip_norm=clip_norm, rank=rank, noise=noise, steps=steps)
 
 
 def local_risk(
@@ -97,9 +93,7 @@ def local_risk(
     noise = local_noise(
         clip_norm=clip_norm, records=records, epsilon=epsilon, delta=delta, steps=steps
     )
-    return average_risk(
-        distance=distance, clip_norm=clip_norm, rank=rank, noise=noise, steps=steps
-    )
+    return average_risk(distance=distance, clip_norm=clip_norm, rank=rank, noise=noise, steps=steps)
 
 
 def stationary_gradient(

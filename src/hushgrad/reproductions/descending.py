@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 

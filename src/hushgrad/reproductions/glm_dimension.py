@@ -25,12 +25,12 @@ from hushgrad.glm.rows import scaled_rows
 from hushgrad.reproductions.descending import descended, noise_multiplier
 from hushgrad.reproductions.study import Figure, Settings, Table
 
-EPSILON, DELTA, STEPS = 2.0, 1e-5, 100
-RECORDS, RANK = 512, 5
+EPSILON, DELTA, STEPS = 2.0, 1e-5, 400
+RECORDS, RANK = 256, 5
 CLIP_NORM = 1.0
 """The logistic loss on rows of norm 1 has no longer gradients: nothing is clipped."""
 
-STRENGTH = 5.0
+STRENGTH = 4.0
 """‖θ‖ of the model that the labels are drawn from."""
 
 WAYS = ("free", "projected", "projected, its own rate")
@@ -123,9 +123,7 @@ def glm_dimension(settings: Settings, *, largest: int = 10_000, records: int = R
 
 def excess_risks(given: Problem, p: int, *, noise: float, seeds: int) -> dict[str, Figure]:
     """The excess risk of DP-GD in p dimensions, in each of the ways."""
-    basis = torch.from_numpy(
-        np.linalg.qr(np.random.default_rng(p).normal(size=(p, RANK)))[0]
-    )
+    basis = torch.from_numpy(np.linalg.qr(np.random.default_rng(p).normal(size=(p, RANK)))[0])
     rows = scaled_rows(given.objective.features @ basis.T, feature_norm=1.0)
     inside = Ball(given.distance)
 

@@ -102,9 +102,13 @@ def glm_lower_bound(settings: Settings, *, copies: Sequence[int] = COPIES) -> No
         for norm in lure.norms:
             settings.progress(f"{lure.name}: L = {norm:g}")
             objective = lure.objective(norm)
-            risks = [_risk(lure, objective, norm, n, settings.seeds) for n in copies]
+            risks = [trained_risk(lure, norm, n, seeds=settings.seeds) for n in copies]
             found[lure.name, norm] = objective.excess_risk(), risks
-            cells: list[Cell] = [norm, round(float(objective.minimiser()), 12), lure.predicted(norm)]
+            cells: list[Cell] = [
+                norm,
+                round(float(objective.minimiser()), 12),
+                lure.predicted(norm),
+            ]
             table.add(*cells, max(0.0, objective.excess_risk()), lure.least(norm), *risks)
         table.notes += [
             "θ clipped and the excess risk there are of the Huberised objective, exactly, and do "
@@ -112,17 +116,16 @@ def glm_lower_bound(settings: Settings, *, copies: Sequence[int] = COPIES) -> No
             f"DP-GD: 3n records, {STEPS} full-batch steps from θ = 0, mean of the last half, "
             f"ε = {EPSILON:g}, δ = {DELTA:g}, add/remove, public n, exact accountant; "
             f"{settings.seeds} seeds, means ± 95 %.",
-            "The paper's least excess risk is that of Theorem 3.2's proof, for L < 1/4 and large n; "
-            "it is Ω(log 1/L).",
+            "The paper's least excess risk is that of Theorem 3.2's proof, for L < 1/4 and large "
+            "n; it is Ω(log 1/L).",
         ]
         table.save(settings.out, lure.name)
     _draw(found, copies, settings)
 
 
-def _risk(
-    lure: Lure, objective: ClippedObjective, norm: float, copies: int, seeds: int
-) -> Figure:
-    """The excess risk of trained models."""
+def trained_risk(lure: Lure, norm: float, copies: int, *, seeds: int) -> Figure:
+    """The excess risk of DP-GD on n copies, clipped at a norm."""
+    objective = lure.objective(norm)
     features, labels = lure.records(copies)
     rows = scaled_rows(features, feature_norm=1.0)
     best = objective.original(objective.minimiser(clipped=False))

@@ -13,16 +13,6 @@ from scipy import stats
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Where a reproduction finds its data and leaves its files, over how many seeds."""
-
-    data: Path | None
-    out: Path
-    seeds: int
-    progress: Callable[[str], None]
-
-
-@dataclass(frozen=True)
 class Figure:
     """The values of one quantity over several seeds."""
 
@@ -104,3 +94,13 @@ def _plain(cell: Cell) -> object:
 def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
     """What several seeds gave, quantity by quantity."""
     return {key: Figure(tuple(run[key] for run in runs)) for key in runs[0]}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a reproduction is run with: data sets, a folder for what it leaves, seeds."""
+
+    out: Path
+    data: Path | None = None
+    seeds: int = 10
+    progress: Callable[[str], None] = lambda line: None

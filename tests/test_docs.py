@@ -11,7 +11,9 @@ import torch
 TOP = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/algorithms.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/training.md", "docs/algorithms.md", "docs/glm.md"]
+)
 def test_the_loop_on_a_page_trains_and_prints_its_guarantee(
     page: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:

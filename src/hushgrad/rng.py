@@ -125,9 +125,5 @@ class Rng:
         kind = "reproducible, not private" if self.reproducible else "from the operating system"
         return f"Rng({kind})"
 
-    def __deepcopy__(self, memo: object) -> Rng:
-        """Itself: a key is never changed, and a copy would be one more place that holds it."""
-        return self
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("an Rng holds a key and is not pickled; write it to a file of its own")

@@ -153,6 +153,13 @@ def test_theorem_3_2_in_exact_numbers(clip_norm: float, records: int) -> None:
     assert problem.excess_risk() >= (math.log(1 / clip_norm) - 2) / 2  # Ω(log 1/L)
 
 
+def test_a_curve_is_the_clipped_mean_at_each_point() -> None:
+    problem = lower_bound(0.1)
+    thetas = torch.linspace(-3, 6, 11, dtype=torch.float64)
+    expected = [problem.clipped(theta[None]) for theta in thetas]
+    torch.testing.assert_close(problem.curve(thetas), doubles(*expected))
+
+
 @pytest.mark.parametrize("clip_norm", [1.0, 3.0])
 def test_theorem_3_2_has_no_bias_above_the_largest_gradient(clip_norm: float) -> None:
     assert lower_bound(clip_norm).excess_risk() == pytest.approx(0, abs=1e-12)

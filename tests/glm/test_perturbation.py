@@ -172,7 +172,7 @@ def test_one_record_moves_the_minimiser_by_at_most_its_sensitivity(classes: int)
 @pytest.mark.parametrize("relation", [Relation.ADD_REMOVE, Relation.REPLACE_ONE])
 def test_output_noise_has_its_scale_and_is_what_the_event_says(relation: Relation) -> None:
     problem = replace(PROBLEM, relation=relation)
-    rows, y = records()
+    rows, y = records(p=30)
     none = torch.zeros(1, rows.width, dtype=torch.float64)
     exact = minimiser(rows, y, loss=problem.loss, strength=4.0, tilt=none, tolerance=1e-10)
     found = [output_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(120)]
@@ -190,7 +190,7 @@ def test_output_noise_has_its_scale_and_is_what_the_event_says(relation: Relatio
 
 def test_objective_noise_has_its_scale() -> None:
     """b = −∇F(θ) is recovered from what is released, and is normal with the stated σ."""
-    rows, y = records(400)
+    rows, y = records(400, p=30)
     problem = replace(PROBLEM, strength=50.0)
     found = [objective_perturbation(rows, y, problem, rng=Rng.from_os()) for _ in range(120)]
     x = rows.x[: rows.count]

@@ -159,8 +159,8 @@ def _draw(
         for (name, norm), problem in problems.items():
             if name != rule:
                 continue
-            values = np.array([problem.clipped(point) for point in points])
-            (line,) = axes.plot(at, values, label=f"norm {norm:g}")
+            values = problem.curve(torch.from_numpy(at))
+            (line,) = axes.plot(at, values.numpy(), label=f"norm {norm:g}")
             row = next(r for r in rows if (r["rule"], r["norm"]) == (rule, norm))
             if row["clipped minimiser"] is not None:
                 axes.axvline(row["clipped minimiser"], color=line.get_color(), lw=0.7, ls=":")

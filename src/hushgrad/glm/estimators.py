@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import expit, softmax
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -49,6 +49,8 @@ from hushgrad.rng import Rng
 
 class _Private(BaseEstimator):  # type: ignore[misc]
     """What all of them share: checked input, one private fit, linear scores."""
+
+    _counts = False  # whether targets are counts
 
     def _settings(self) -> Settings:
         rng = self.rng
@@ -69,9 +71,19 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         return np.asarray(X @ self._coef.T + self._intercept)
 
+    def __sklearn_clone__(self) -> Any:
+        """An unfitted one with the same arguments; a key is not copied, and neither is a budget."""
+        return type(self)(
+            **{
+                name: value if isinstance(value, Rng | Budget) else clone(value, safe=False)
+                for name, value in self.get_params(deep=False).items()
+            }
+        )
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        tags.target_tags.positive_only = self._counts
         tags.non_deterministic = self.rng is None or isinstance(self.rng, Rng)
         return tags
 
@@ -249,6 +261,8 @@ class PrivatePoissonRegressor(_PrivateRegressor):
     Counts are cut to `target_bound`. With `clip_norm="auto"` a record whose expected count is off
     by more than about `target_bound` pulls no harder than at that.
     """
+
+    _counts = True
 
     def fit(self, X: Any, y: Any) -> PrivatePoissonRegressor:
         """Fit privately; the first line of `guarantee_` says how privately."""

@@ -154,6 +154,16 @@ class ClippedObjective:
         still = self.huberised.loss.value(z[~moved], self.labels[~moved]).sum()
         return float(total + still) / len(z)
 
+    def curve(self, thetas: Float64[Tensor, " m"]) -> Float64[Tensor, " m"]:
+        """The clipped mean at many values of one parameter, to be drawn."""
+        moved = self.norms > 0
+        x, y, norms = self.features[moved, 0], self.labels[moved], self.norms[moved]
+        z = (x[:, None] * thetas).reshape(-1)
+        values = self.huberised.value(z, _each(y, len(thetas)), _each(norms, len(thetas)))
+        still = self.labels[~moved]
+        rest = self.huberised.loss.value(torch.zeros(len(still), dtype=torch.float64), still)
+        return (values.reshape(len(x), -1).sum(0) + rest.sum()) / len(self.features)
+
     def gradient(self, theta: Float64[Tensor, " p"], *, clipped: bool) -> Float64[Tensor, " p"]:
         """The gradient of either mean."""
         z = self.features @ theta

@@ -196,7 +196,8 @@ def _draw(tugs: Sequence[Tug], settings: Settings) -> None:
     for axis, tug in zip(picture.subplots(1, len(tugs)), tugs, strict=True):
         for rule, clip in tug.rules().items():
             objective = tug.objective(clip)
-            axis.plot(grid, [pull(objective, theta) for theta in grid], label=rule)
+            style = "--" if rule == "AUTO-V" else "-"  # the mixture's lies upon Abadi's
+            axis.plot(grid, [pull(objective, theta) for theta in grid], style, label=rule)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set(title=tug.title, xlabel="θ", ylabel="mean clipped gradient ÷ R")
         axis.grid(alpha=0.3)

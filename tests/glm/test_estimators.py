@@ -17,6 +17,7 @@ import hushgrad as hg
 from hushgrad import clipping
 from hushgrad.accounting import PLD
 from hushgrad.accounting.closed_forms import gaussian_epsilon
+from hushgrad.algorithms.sgd import rrpsgd
 from hushgrad.glm import (
     PrivateLinearRegression,
     PrivateLinearSVC,
@@ -218,6 +219,29 @@ def test_noise_on_a_step_has_its_scale() -> None:
     values = torch.cat(drawn).numpy()
     assert stats.kstest(values, "norm").pvalue > 1e-4
     assert stats.kstest(values * 1.5, "norm").pvalue < 1e-6
+
+
+def test_a_plan_that_accounts_for_something_else_is_refused() -> None:
+    rows = scaled_rows(np.eye(8), feature_norm=1.0)
+    plan = Plan(
+        records=8,
+        sampling=Poisson(0.5),
+        steps=3,
+        noise_multiplier=3.0,
+        delta=1e-5,
+        clip=clipping.abadi(1.0),
+        algorithm=rrpsgd(),
+    )
+    with pytest.raises(Refused, match="expected a plan of DP-SGD"):
+        descend(
+            rows,
+            torch.ones(8, dtype=torch.float64),
+            classes=1,
+            loss=losses.logistic(),
+            plan=plan,
+            descent=Descent(rate=1.0),
+            rng=hg.Rng.from_os(),
+        )
 
 
 @pytest.mark.parametrize("clip_norm", ["auto", 0.2, clipping.automatic(), clipping.normalize(0.5)])

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from hushgrad.algorithms import Sgd
 from hushgrad.clipping import Clip
 from hushgrad.glm.gradients import NAME, clipped_sum
 from hushgrad.glm.losses import Penalty, ScoreLoss
@@ -83,6 +84,11 @@ def descend(
             "expected a plan with a fixed clipping rule, a sampling scheme and no metrics, got "
             f"{clip!r}, {sampling.statement} and metrics {plan.metrics}; train others by hg.train"
         )
+    if plan.algorithm != Sgd():
+        raise Refused(
+            f"expected a plan of DP-SGD, whose event is one release for each step, got "
+            f"{plan.algorithm!r}; train others by hg.train"
+        )
     memory = remembered(
         plan=plan,
         rng=rng,
@@ -95,7 +101,7 @@ def descend(
     theta = torch.zeros(classes, rows.width, dtype=torch.float64)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
-    span, divisor = _span(rows, sampling, plan), plan.divisor
+    span, noise, divisor = _span(rows, sampling, plan), plan.noise(0), plan.divisor
     for step in range(plan.steps):
         drawn, own = rows, labels
         if not isinstance(sampling, FullBatch):
@@ -103,7 +109,7 @@ def descend(
             positions = positions[positions < rows.count]
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
         total = clipped_sum(drawn, own, theta, loss=loss, clip=clip)
-        released = release(total, plan.noise(step), rng=memory.rng, step=step)
+        released = release(total, noise, rng=memory.rng, step=step)
         memory.released(step, released.digest)
         gradient = released.values[NAME] / divisor
         if descent.penalty is not None:

@@ -178,7 +178,12 @@ def _same(loss: Loss, before: Loss | None) -> bool:
     if not isinstance(loss, FunctionType) or not isinstance(before, FunctionType):
         return False
     now, then = (
-        [*map(contents, f.__closure__ or ()), *(f.__defaults__ or ())] for f in (loss, before)
+        [
+            *map(contents, f.__closure__ or ()),
+            *(f.__defaults__ or ()),
+            *(f.__kwdefaults__ or {}).values(),
+        ]
+        for f in (loss, before)
     )
     return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hushgrad.reproductions import glm_dimension, glm_lower_bound, lazy_region, srm_table2
+from hushgrad.reproductions import (
+    glm_dimension,
+    glm_lower_bound,
+    lazy_region,
+    srm_mnist,
+    srm_table2,
+)
 from hushgrad.reproductions.study import Settings
 
 Reproduction = Callable[[Settings], None]
@@ -13,6 +19,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
     "glm-dimension": glm_dimension.glm_dimension,
     "glm-lower-bound": glm_lower_bound.glm_lower_bound,
     "lazy-region": lazy_region.lazy_regions,
+    "srm-mnist": srm_mnist.srm_mnist,
     "srm-table2": srm_table2.srm_table2,
 }
 """By the names that `hushgrad reproduce` knows."""

@@ -10,9 +10,8 @@ import torch
 from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import Course, Stage, State, check_output
+from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
 from hushgrad.algorithms.output import Output, last, stopped
-from hushgrad.noise import gaussian
 from hushgrad.step import Round, Term
 from hushgrad.types import Params
 
@@ -36,8 +35,7 @@ class Sgd:
 
     def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
         """One release for each step."""
-        noise = gaussian(noise_multiplier)
-        return course.sampling.run_event(noise.event, num_records=course.records, num_steps=steps)
+        return composed([(self.stage(0, course), steps)], noise_multiplier, course)
 
     def check(self, course: Course) -> None:
         """Refuse what the output rule does not cover."""

@@ -19,6 +19,7 @@ from hushgrad.types import Batch, Refused
 
 _QUANTILES = (0.01, 0.99)  # beside the median: a model may mix its records in some draws only
 _MULTIPLES = (MULTIPLE, 2 * MULTIPLE, 4 * MULTIPLE)
+_VARIED = 6 * MULTIPLE  # records; half as many, less varied, overlooked a kernel's end at times
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def multiple_for(passes: Passes, size: int) -> int:
     """
     count = passes.oracle.count
     for multiple in _MULTIPLES[:-1]:
-        whole = padded_size(3 * MULTIPLE, multiple)
+        whole = padded_size(_VARIED, multiple)
         many, together = _accepted(passes, whole)
         parts = [cut(many, i, i + multiple) for i in range(0, whole, multiple)]
         if not same_bits(torch.cat([passes.losses(part, multiple) for part in parts]), together):

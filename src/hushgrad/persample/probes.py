@@ -49,9 +49,9 @@ def _joined(own: Batch, repeated: Batch, generator: torch.Generator) -> Batch:
 
 
 def variations(batch: Batch) -> Batch:
-    """Every record a little different from what it is; some may be none that the loss accepts."""
+    """Every record different from what it is; some may be none that the loss accepts."""
     generator = torch.Generator().manual_seed(0)
-    return records.map_tensors(lambda x: _vary(x, generator), batch)
+    return records.map_tensors(lambda x: _vary(x, generator, by=1.0), batch)
 
 
 def own_records(batch: Batch, size: int, most: int = 4) -> Batch:
@@ -69,11 +69,11 @@ def distinct(batch: Batch) -> list[int]:
     return different
 
 
-def _vary(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift real entries; draw others anew from the range that they have shown."""
+def _vary(x: Tensor, generator: torch.Generator, *, by: float = 0.1) -> Tensor:
+    """Shift real entries by this share; draw others anew from the range that they have shown."""
     if x.is_floating_point():
         noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
-        return x + 0.1 * noise * (x.abs() + 0.1)
+        return x + by * noise * (x.abs() + 0.1)
     if not x.numel() or x.is_complex():
         return x
     low, high = int(x.min()), int(x.max())

@@ -122,9 +122,9 @@ def _add(table: Table, task: Task, name: str, found: dict[str, Figure], data: st
         found["loss"],
         found["accuracy"],
         found["gradient"],
-        found["passes"],
+        found.get("passes"),
         passes if published else None,
-        found["evaluations"],
+        found.get("evaluations"),
         found["seconds"],
     )
 

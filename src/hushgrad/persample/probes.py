@@ -48,9 +48,9 @@ def _joined(own: Batch, repeated: Batch, generator: torch.Generator) -> Batch:
     return records.map_tensors(lambda x: torch.cat([x, next(varied)]), own)
 
 
-def variations(batch: Batch) -> Batch:
+def variations(batch: Batch, seed: int) -> Batch:
     """Every record different from what it is; some may be none that the loss accepts."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return records.map_tensors(lambda x: _vary(x, generator, by=1.0), batch)
 
 

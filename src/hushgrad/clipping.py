@@ -42,7 +42,7 @@ class Clip:
     weigh: Weigh
     clip_norm: ClipNorm
     keeps: Callable[[list[float]], list[float]] = lambda clip_norms: clip_norms
-    mapped: bool = True  # False only for the rules below, which take each row by itself
+    mapped: bool = True  # False only for the rules below: each row and group is taken by itself
 
     def clip_norms(self, groups: int) -> list[float]:
         """R for each group: a number R is shared out as R/√L, a sequence is taken as it is."""
@@ -78,6 +78,15 @@ class Clip:
         weights = weights * (bound / size).clamp(max=1.0)
         most = min(bound / SMALLEST_NORM, LARGEST_WEIGHT)
         return torch.where(usable & (weights.abs() <= most), weights, 0.0)
+
+    def group_weights(
+        self, norms: Float[Tensor, " batch"], *, group: int, groups: int
+    ) -> Float[Tensor, " batch"]:
+        """The weights of one group, for a rule that takes each by itself."""
+        assert not self.mapped
+        alone = norms.new_zeros(len(norms), groups)
+        alone[:, group] = norms
+        return self.weights(alone)[:, group]
 
     def at(self, clip_norm: ClipNorm) -> Clip:
         """The rule of a later step: this one, which follows nothing."""

@@ -23,7 +23,7 @@ from hushgrad.persample import (
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
-from hushgrad.types import Batch, Loss, Params
+from hushgrad.types import Batch, Foreseen, Loss, Params
 
 
 @runtime_checkable
@@ -74,13 +74,20 @@ class Execution:
         return (compiled, *forms) if self.compile else forms
 
     def gradients(
-        self, loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module] = ()
+        self,
+        loss: Loss,
+        params: Params,
+        batch: Batch,
+        modules: Sequence[nn.Module] = (),
+        foreseen: Foreseen | None = None,
     ) -> Gradients:
         """Per-sample gradients of one micro-batch; a loss may have them itself."""
         if isinstance(loss, ClosedForm) and count(batch):
             return loss.per_sample(params, batch)
         if self.loss_scale == 1:
-            return per_sample(loss, params, batch, form=self.forms, modules=modules)
+            return per_sample(
+                loss, params, batch, form=self.forms, modules=modules, foreseen=foreseen
+            )
         scale = self.loss_scale
         scaled = per_sample(
             lambda part: scale * loss(part), params, batch, form=self.forms, modules=modules

@@ -18,6 +18,14 @@ class Groups:
     names: tuple[str, ...]
     of: Mapping[str, int]
 
+    @property
+    def mates(self) -> dict[str, tuple[str, ...]]:
+        """The parameters that share each one's group, itself included, in their order."""
+        members: dict[int, tuple[str, ...]] = {}
+        for name, group in self.of.items():
+            members[group] = (*members.get(group, ()), name)
+        return {name: members[group] for name, group in self.of.items()}
+
     def norms(
         self, sq_norms: Mapping[str, Float[Tensor, " batch"]]
     ) -> Float[Tensor, "batch group"]:

@@ -21,7 +21,17 @@ from hushgrad.persample import Gradients
 from hushgrad.persample.watch import restored
 from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
-from hushgrad.types import Batch, Bounded, Loss, Params, PerSample, Refused, Relation, Released
+from hushgrad.types import (
+    Batch,
+    Bounded,
+    Foreseen,
+    Loss,
+    Params,
+    PerSample,
+    Refused,
+    Relation,
+    Released,
+)
 
 Observed = Callable[[Batch], Mapping[str, Tensor]]
 """The watched values of a micro-batch's records, by name."""
@@ -52,11 +62,14 @@ class Part:
     batch: Batch
     modules: Sequence[nn.Module]
     execution: Execution
+    foreseen: Foreseen | None = None
 
     @cached_property
     def here(self) -> Gradients:
         """Gradients at the model's point."""
-        return self.execution.gradients(self.loss, self.params, self.batch, self.modules)
+        return self.execution.gradients(
+            self.loss, self.params, self.batch, self.modules, self.foreseen
+        )
 
     def at(self, point: Values) -> Gradients:
         """Gradients at another point, by the random draws and buffers that `here` starts from.
@@ -78,7 +91,11 @@ Ask = Callable[[Part], Sequence[Term]]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over a batch: the loss, where gradients are taken, and how."""
+    """A pass over a batch: the loss, where gradients are taken, and how.
+
+    `expected` is the rule that the query will clip by, as far as it is known: with it a form may
+    sum each group as soon as its norms are there.
+    """
 
     loss: Loss
     params: Params
@@ -88,6 +105,7 @@ class Pass:
     execution: Execution = _PLAIN
     metrics: Metrics | None = None
     observed: Observed = lambda part: {}
+    expected: Clip | None = None
 
     def sum(self, ask: Ask) -> Bounded:
         """Sum what is asked for over the records, with their metrics beside it.
@@ -122,8 +140,23 @@ class Pass:
     def parts(self) -> Iterator[Part]:
         """The micro-batches; an empty batch is one."""
         rows = rows_per_record(self.loss)
+        foreseen = self._foreseen()
         for piece in self.execution.parts(self.batch, self.modules, rows=rows):
-            yield Part(self.loss, self.params, piece, self.modules, self.execution)
+            yield Part(self.loss, self.params, piece, self.modules, self.execution, foreseen)
+
+    def _foreseen(self) -> Foreseen | None:
+        """The weights of each group by itself, if there are several and the rule allows it."""
+        clip, partition = self.expected, self.groups(tuple(self.params))
+        groups = len(partition.names)
+        if clip is None or clip.mapped or groups == 1:
+            return None
+
+        def weights(squares: Mapping[str, Tensor]) -> Tensor:
+            group = partition.of[next(iter(squares))]
+            norms = whole(tuple(squares)).norms(squares)[:, 0]
+            return clip.group_weights(norms, group=group, groups=groups)
+
+        return Foreseen(partition.mates, weights)
 
 
 @dataclass
@@ -196,5 +229,5 @@ def clipped_sum(
     Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
     and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
     """
-    work = Pass(loss, params, batch, groups, modules, execution, metrics, observed)
+    work = Pass(loss, params, batch, groups, modules, execution, metrics, observed, clip)
     return work.sum(lambda part: [Term(part.here, clip)])

@@ -212,6 +212,7 @@ class Run:
             execution=self._execution,
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
+            expected=self._clip,
         )
         return Round(
             work,

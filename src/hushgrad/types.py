@@ -61,6 +61,19 @@ class PerSample(Protocol):
 
 
 @dataclass(frozen=True)
+class Foreseen:
+    """Weights that follow from the norms of one group of parameters alone.
+
+    `group` has the names that share a parameter's group; `weights` takes the squared norms of all
+    parameters of a group to the weights that its records will get. A form may sum by them ahead of
+    time, and must sum again if other weights are asked for.
+    """
+
+    group: Mapping[str, tuple[str, ...]]
+    weights: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
 class Bounded:
     """A sum over records in which no record moves more than `l2` in Euclidean norm.
 

@@ -142,3 +142,59 @@ def test_what_it_cannot_do_is_said() -> None:
     frugal.weighted_sum(weights)
     with pytest.raises(Refused, match="summed once"):
         frugal.weighted_sum(weights)
+
+
+def passes_back(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Counts backward passes over a graph; True where the graph is kept for another."""
+    found: list[bool] = []
+    backward = Recomputed._pass_back
+
+    def counted(self: Recomputed, hand_over: Callable, *, again: bool) -> None:
+        found.append(again)
+        backward(self, hand_over, again=again)
+
+    monkeypatch.setattr(Recomputed, "_pass_back", counted)
+    return found
+
+
+@pytest.mark.parametrize("groups", [hg.per_layer, hg.grouping.per_parameter, hg.grouping.whole])
+@pytest.mark.parametrize("clip", [hg.abadi(0.3), hg.automatic(), hg.clipping.reparameterized(0.2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_clipped_by_themselves_are_summed_in_one_pass(
+    name: str, clip: hg.Clip, groups: hg.Grouping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, data = MODELS[name]
+    model, batch = build().eval(), data()
+    loss, params = loss_of(model), private(model)
+    settings = {"clip": clip, "groups": groups, "modules": (model,)}
+    plain = clipped_sum(loss, params, batch, **settings)
+    execution = hg.Execution(form=recomputed)
+    clipped_sum(loss, params, batch, **settings, execution=execution)  # certifies
+    passes = passes_back(monkeypatch)
+    frugal = clipped_sum(loss, params, batch, **settings, execution=execution)
+    assert passes == ([True, False] if groups is hg.grouping.whole else [True])
+    for parameter, total in plain.sum.items():
+        assert torch.allclose(total, frugal.sum[parameter], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        hg.clipping.custom(lambda norms: 1 / norms.sum().expand_as(norms), bound=2.0),
+        hg.abadi(0.3),
+    ],
+)
+def test_sums_that_were_foreseen_wrongly_are_taken_again(rule: hg.Clip) -> None:
+    """By a rule that looks at all groups, and for a record that is not finite in some of them."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    loss, params, batch = loss_of(model), private(model), torch.randn(9, 5)
+    batch[2] = torch.inf  # tanh saturates: the second layer's gradient is finite
+    settings = {"clip": rule, "groups": hg.per_layer, "modules": (model,)}
+    plain = clipped_sum(loss, params, batch, **settings)
+    execution = hg.Execution(form=recomputed)
+    frugal = clipped_sum(loss, params, batch, **settings, execution=execution)
+    without = torch.cat([batch[:2], batch[3:]])
+    expected = clipped_sum(loss, params, without, **settings)
+    for parameter, total in plain.sum.items():
+        assert torch.equal(total, frugal.sum[parameter])
+        assert torch.allclose(total.double(), expected.sum[parameter].double(), atol=1e-5)

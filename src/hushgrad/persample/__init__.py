@@ -17,7 +17,7 @@ from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
-from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
+from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
 
 __all__ = [
     "Form",
@@ -47,11 +47,13 @@ def per_sample(
     form: Form | Sequence[Form] = auto,
     modules: Sequence[nn.Module] = (),
     idle: Collection[str] = (),
+    foreseen: Foreseen | None = None,
 ) -> Gradients:
     """Per-sample gradients of `loss` with respect to `params`, one for each record of `batch`.
 
     `loss(batch)` returns one value for each record; it may be called several times. `modules` are
     those whose buffers are watched. `idle` names parameters that may be on no path to the loss.
+    `foreseen` are weights by which the form `recomputed` may sum at once.
 
     Guarantees: the form was certified for this loss, these parameters and shapes; a record's
     gradient depends on no other record, to the extent that probes can tell; the norms are upper
@@ -64,7 +66,7 @@ def per_sample(
         device = next(iter(params.values())).device
         return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
     batch = records.map_tensors(Tensor.detach, batch)
-    subject = Subject(loss, params, tuple(modules), frozenset(idle))
+    subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
     for certificate in _certificates.get(key):

@@ -3,12 +3,15 @@
 Each pass has one parameter's factors at a time and lets go of them, so that a step needs little
 more memory than an ordinary one. The model runs forward once; between the passes its activations
 are kept, and the norms.
+
+Where layers are clipped by themselves, a layer's weights follow from its own norms. It is then
+summed in the first pass, and the second is not needed unless other weights are asked for.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -19,19 +22,22 @@ from hushgrad.persample import records
 from hushgrad.persample.factors import Use
 from hushgrad.persample.gradients import Factors, Gradients, Key, all_finite, with_padding
 from hushgrad.persample.rules import RULES
-from hushgrad.persample.settled import Known, settle
+from hushgrad.persample.settled import Gradient, Known, settle
 from hushgrad.persample.sites import Replaying
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.tape import HandOver, Tape
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import guarded, refuse_kept, refuse_strangers
-from hushgrad.types import Batch, Refused
+from hushgrad.types import Batch, Foreseen, Refused
+
+_SMALL_GROUP = 8  # parameters, as a recurrent layer may have
 
 
 class Recomputed(Gradients):
     """Per-sample gradients of which only the norms are held; they can be summed once.
 
-    Guarantees: as `Gradients`; the sum is taken from the factors that the norms were taken from.
+    Guarantees: as `Gradients`; the sum is taken from the factors that the norms were taken from,
+    with the weights that are asked for up to 2⁻⁴⁰ of them.
     """
 
     def __init__(
@@ -49,11 +55,34 @@ class Recomputed(Gradients):
         self._position = guide.position
         self._all: dict[str, Square] = {}
         self._known: dict[str, Known] = {}
+        self._foreseen = _worth_it(subject.foreseen)
+        self._waiting: dict[str, Gradient] = {}
+        self._ahead: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and the sum with them
         self._pass_back(self._measure, again=True)
+        while self._waiting:  # for mates that are on no path
+            self._sum_ahead(next(iter(self._waiting)), self._foreseen)
 
     def _measure(self, name: str, uses: dict[Key, Use]) -> None:
         gradient = settle(tuple(uses.values()), tuple(self._params[name].shape))
         self._all[name], self._known[name] = gradient.square, gradient.measured
+        if self._foreseen is not None:
+            self._waiting[name] = gradient
+            if self._waiting.keys() >= set(self._foreseen.group[name]):
+                self._sum_ahead(name, self._foreseen)
+
+    def _sum_ahead(self, name: str, foreseen: Foreseen | None) -> None:
+        """Sum the group of this parameter by the weights that are foreseen for it."""
+        assert foreseen is not None
+        group = foreseen.group[name]
+        squares = self._squares_of(group)
+        weights = foreseen.weights({n: square.upper for n, square in squares.items()})
+        finite = all_finite(self._all[n] for n in group if n in self._all)
+        padded = with_padding(weights, self._padded)
+        with torch.no_grad(), exact_products(weights.device):
+            for n in group:
+                if (gradient := self._waiting.pop(n, None)) is not None:
+                    total = gradient.weighted_sum(padded, None if finite else padded != 0)
+                    self._ahead[n] = weights, total
 
     def _pass_back(self, hand_over: HandOver, *, again: bool) -> None:
         tape, guide, graph = self._tape, self._guide, self._graph
@@ -76,15 +105,32 @@ class Recomputed(Gradients):
     @property
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
+        return self._squares_of(self._params)
+
+    def _squares_of(self, names: Iterable[str]) -> dict[str, Square]:
         none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
-        every = dict.fromkeys(self._params, Square(none, none)) | self._all
+        every = dict.fromkeys(names, Square(none, none))
         scale = self._scale**2
         return {
-            name: Square(*(scale * part for part in square.first(self.batch)))
-            for name, square in every.items()
+            name: Square(*(scale * part for part in self._all.get(name, zero).first(self.batch)))
+            for name, zero in every.items()
         }
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
+        ahead = self._ahead
+        right = all(n in ahead and _alike(weights[n], ahead[n][0]) for n in self._all)
+        sums = {n: ahead[n][1] for n in self._all} if right else self._again(weights)
+        self._graph, self._ahead = None, {}
+        refuse_kept(self._others)
+        if self._scale != 1:
+            sums = {name: total * self._scale for name, total in sums.items()}
+        return {
+            name: sums[name] if name in sums else wide(torch.zeros_like(p))
+            for name, p in self._params.items()
+        }
+
+    def _again(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
+        """The sums by a second pass."""
         sums: dict[str, Tensor] = {}
         padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
         finite = all_finite(self._all.values())
@@ -93,18 +139,12 @@ class Recomputed(Gradients):
             shape = tuple(self._params[name].shape)
             gradient = settle(tuple(uses.values()), shape, known=self._known[name])
             own = padded[id(weights[name])]
-            total = gradient.weighted_sum(own, None if finite else own != 0)
-            sums[name] = total * self._scale if self._scale != 1 else total
+            sums[name] = gradient.weighted_sum(own, None if finite else own != 0)
 
         subject = self._subject
         with guarded(subject.params, subject.modules, subject.free_buffers):
             self._pass_back(add, again=False)
-        self._graph = None
-        refuse_kept(self._others)
-        return {
-            name: sums[name] if name in sums else wide(torch.zeros_like(p))
-            for name, p in self._params.items()
-        }
+        return sums
 
     def __rmul__(self, factor: float) -> Recomputed:
         scaled = copy.copy(self)
@@ -117,3 +157,14 @@ class Recomputed(Gradients):
             "gradients of the form recomputed hold no factors, so they cannot be added or "
             "subtracted; use form=traced"
         )
+
+
+def _worth_it(foreseen: Foreseen | None) -> Foreseen | None:
+    """Sums ahead of time, if no group would be held for long before it is complete."""
+    small = foreseen is not None and max(map(len, foreseen.group.values())) <= _SMALL_GROUP
+    return foreseen if small else None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    # A rule clamps all groups together, which may round where one group alone does not.
+    return torch.allclose(one, other, rtol=2.0**-40, atol=0.0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hushgrad.persample.records import zeros_like
 from hushgrad.persample.watch import Key, restored
-from hushgrad.types import Batch, Loss, Params
+from hushgrad.types import Batch, Foreseen, Loss, Params
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Subject:
     """A loss, its private parameters, and the modules whose buffers are watched.
 
     `idle` names parameters that may be on no path; `free_buffers` are those that a pass may
-    write, because it writes them alike whatever the records are.
+    write, because it writes them alike whatever the records are. `foreseen` are the weights that
+    the gradients will probably be summed with.
     """
 
     loss: Loss
@@ -29,6 +30,7 @@ class Subject:
     modules: tuple[nn.Module, ...]
     idle: frozenset[str] = frozenset()
     free_buffers: frozenset[Key] = frozenset()
+    foreseen: Foreseen | None = None
 
     @contextmanager
     def rewound(self) -> Iterator[None]:

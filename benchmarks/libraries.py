@@ -1,12 +1,13 @@
 """One adapter per library: how it clips a workload's batch, and one private step with it.
 
-Every library clips each record's whole gradient to norm `CLIP_NORM` by Abadi's rule, adds the
-records up, and takes a step of SGD on the sum divided by the batch size.
+Every library clips each record's gradient to norm `CLIP_NORM` by Abadi's rule, adds the records
+up, and takes a step of SGD on the sum divided by the batch size. It is clipped as a whole, except
+by `hushgrad-layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +25,9 @@ LEARNING_RATE = 1e-3
 
 
 class Private(Protocol):
-    """A workload set up for one library."""
+    """A workload set up for one library, and the names of the parameters clipped together."""
+
+    groups: Sequence[Sequence[str]]
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of the clipped gradients of the batch, without noise, by parameter name."""
@@ -56,7 +59,10 @@ def plain(workload: Workload) -> Callable[[], None]:
 
 
 class Hushgrad:
-    """This library; the frugal form takes a second backward pass and holds less."""
+    """This library; the frugal form takes a second backward pass and holds less.
+
+    With `layers` it needs no second pass, as each layer is clipped by itself.
+    """
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Hushgrad:
         *,
         noise_multiplier: float,
         frugal: bool = False,
+        layers: bool = False,
         compile: bool = False,
     ) -> None:
         import hushgrad as hg
@@ -71,9 +78,13 @@ class Hushgrad:
         from hushgrad.persample import auto, recomputed
 
         self.hg, self.workload = hg, workload
-        self.execution = hg.Execution(form=recomputed if frugal else auto, compile=compile)
+        self.execution = hg.Execution(
+            form=recomputed if frugal or layers else auto, compile=compile
+        )
+        self.grouping = hg.per_layer if layers else hg.grouping.whole
         self.noise, self.rng, self.steps = gaussian(noise_multiplier), hg.Rng.from_os(), 0
         self.params = trainable(workload.model)
+        self.groups = tuple(dict.fromkeys(self.grouping(tuple(self.params)).mates.values()))
         self.optimizer = sgd(workload.model)
 
     def bounded(self) -> Bounded:
@@ -81,7 +92,13 @@ class Hushgrad:
         model, loss, batch = self.workload
         clip = self.hg.abadi(CLIP_NORM)
         return self.hg.clipped_sum(
-            loss, self.params, batch, clip=clip, modules=(model,), execution=self.execution
+            loss,
+            self.params,
+            batch,
+            clip=clip,
+            groups=self.grouping,
+            modules=(model,),
+            execution=self.execution,
         )
 
     def clipped_sum(self) -> dict[str, Tensor]:
@@ -111,6 +128,7 @@ class OpacusHooks:
 
         self.workload = workload
         self.params = trainable(workload.model)
+        self.groups = (tuple(self.params),)
         # The hooks sit on the submodules, so that the loss can go on calling the model itself.
         self.module = GradSampleModule(workload.model)
         self.optimizer = DPOptimizer(
@@ -143,6 +161,7 @@ class OpacusGhost:
 
         self.workload = workload
         self.params = trainable(workload.model)
+        self.groups = (tuple(self.params),)
         self.module = GradSampleModuleFastGradientClipping(
             workload.model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True
         )
@@ -188,6 +207,7 @@ class Vmap:
         self.workload = workload
         self.noise_multiplier = noise_multiplier
         self.params = trainable(workload.model)
+        self.groups = (tuple(self.params),)
         self.optimizer = sgd(workload.model)
         module = LossModule(workload)
 
@@ -216,6 +236,7 @@ class Vmap:
 LIBRARIES: dict[str, Callable[..., Private]] = {
     "hushgrad": Hushgrad,
     "hushgrad-frugal": partial(Hushgrad, frugal=True),
+    "hushgrad-layers": partial(Hushgrad, layers=True),
     "hushgrad-compiled": partial(Hushgrad, compile=True),
     "opacus-hooks": OpacusHooks,
     "opacus-ghost": OpacusGhost,

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.clipping import abadi
+from hushgrad.guarantee import Guarantee
 from hushgrad.plan import Plan
 from hushgrad.sampling import FullBatch, Poisson, Shuffled, Stated, WithoutReplacement
 from hushgrad.training import _own_randomness
@@ -282,6 +283,12 @@ def test_the_guarantee_names_what_it_rests_on() -> None:
     ):
         assert words in text
     assert run.guarantee.epsilon == plan.epsilon
+    assert "1 / records" not in text
+
+
+def test_the_guarantee_says_that_delta_is_too_large() -> None:
+    lax = hg.plan(records=100, batch=10, epochs=1, noise_multiplier=1.0, delta=0.01)
+    assert "below 1 / records" in str(Guarantee(lax, 0, reproducible=False))
 
 
 @pytest.mark.parametrize("sampling", [Poisson(0.1), FullBatch(), Poisson(0.02)], ids=str)

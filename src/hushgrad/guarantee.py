@@ -61,6 +61,11 @@ class Guarantee:
             budget += f", of which the plan's ({up(plan.epsilon)}, {figure(plan.delta, up=True)})"
         if self.reproducible:
             budget = f"reproducible, not private: {budget} if the seed were unknown"
+        lax = (
+            ["δ is not below 1 / records: publishing a record at random would pass; plan a smaller"]
+            if self.delta * plan.records >= 1
+            else []
+        )
         return "\n".join(
             [
                 f"{budget}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
@@ -71,6 +76,7 @@ class Guarantee:
                 "one record is the unit of privacy; independence of records: tested, not proved; "
                 "rounding in a sum: measured below 0.1 % of the bound",
                 "not counted: the yes or no of a certification, timing and other side channels",
+                *lax,
             ]
         )
 

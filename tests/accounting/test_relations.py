@@ -139,6 +139,13 @@ def test_the_ban_on_add_remove_is_in_the_event_itself() -> None:
             assert accountant.epsilon(event, delta=DELTA, relation=ONE) > 0
 
 
+def test_next_to_no_noise_is_refused_by_the_grid_and_bounded_by_renyi() -> None:
+    event = GaussianDpEvent(1e-9)
+    with pytest.raises(Refused, match="more noise"):
+        PLD.epsilon(event, delta=1e-5)
+    assert RDP.epsilon(event, delta=1e-5) >= 1 / (2 * 1e-9**2)
+
+
 def test_nothing_costs_nothing() -> None:
     assert repeated(0, gaussian(1.0)) == NoOpDpEvent()
     none = Shuffled(50).run_event(gaussian(2.0), num_records=1000, num_steps=0)

@@ -25,6 +25,9 @@ from hushgrad.events import MixedDpEvent
 from hushgrad.types import Refused, Relation
 
 
+_COARSEST = 100.0  # the largest step of a grid of privacy losses; e to it must be a float
+
+
 @runtime_checkable
 class Accountant(Protocol):
     """What turns an event into a guarantee under a relation."""
@@ -111,6 +114,11 @@ class Pld:
                 "with other events; use the rdp accountant"
             )
         interval = packaged.interval_for(event, relation, self.interval)
+        if interval > _COARSEST:
+            raise Refused(
+                "expected noise whose privacy loss the pld accountant can resolve, got so little "
+                "that next to nothing is hidden; use more noise, or the rdp accountant"
+            )
         return packaged.composed(event, relation, interval)
 
 

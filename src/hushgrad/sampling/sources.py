@@ -143,7 +143,8 @@ def stacked(records: Sequence[Any]) -> Batch:
     except (RuntimeError, ValueError, TypeError) as error:
         raise Refused(
             "expected records of one shape and dtype, got others among them; pad them to a public "
-            "length in the data set, or pass collate="
+            "length in the data set, or pass collate=. Features and labels that are columns go "
+            "into a tuple: (X, y)"
         ) from error
 
 

@@ -140,7 +140,7 @@ def test_the_ban_on_add_remove_is_in_the_event_itself() -> None:
 
 
 def test_next_to_no_noise_is_refused_by_the_grid_and_bounded_by_renyi() -> None:
-    event = GaussianDpEvent(1e-9)
+    event = dp_accounting.GaussianDpEvent(1e-9)
     with pytest.raises(Refused, match="more noise"):
         PLD.epsilon(event, delta=1e-5)
     assert RDP.epsilon(event, delta=1e-5) >= 1 / (2 * 1e-9**2)

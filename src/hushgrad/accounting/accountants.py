@@ -24,7 +24,6 @@ from hushgrad.accounting.refusals import refuse
 from hushgrad.events import MixedDpEvent
 from hushgrad.types import Refused, Relation
 
-
 _COARSEST = 100.0  # the largest step of a grid of privacy losses; e to it must be a float
 
 

@@ -64,18 +64,17 @@ class Clip:
         norms = norms.double()
         groups = norms.shape[1]
         clip_norms = torch.tensor(self.clip_norms(groups), dtype=norms.dtype, device=norms.device)
-        usable = (norms <= LARGEST_NORM).all(1, keepdim=True)  # nan is not
-        given = torch.where(usable, norms, 1.0)
-        # A user's rule gets copies: the clamp below must not read what a rule has written.
-        weights = (
-            _mapped(self.weigh, given.clone(), clip_norms)
-            if self.mapped
-            else self.weigh(given, clip_norms)
-        )
-        weights = torch.nan_to_num(weights.detach(), 0.0, 0.0, 0.0)
+        usable = norms <= LARGEST_NORM  # nan is not
+        usable = usable if groups == 1 else usable.all(1, keepdim=True)
+        if self.mapped:
+            # A user's rule gets copies: the clamp below must not read what a rule has written.
+            weights = _mapped(self.weigh, torch.where(usable, norms, 1.0), clip_norms)
+            weights = torch.nan_to_num(weights.detach(), 0.0, 0.0, 0.0)
+        else:
+            weights = self.weigh(norms, clip_norms)  # nan only where a norm is not usable
         bound = self.bound(groups)
-        size = torch.linalg.vector_norm(weights * given, dim=1, keepdim=True)
-        weights = weights * (bound / size).clamp(max=1.0)
+        size = torch.linalg.vector_norm(weights * norms, dim=1, keepdim=True)
+        weights = weights / (size / bound).clamp(min=1.0)
         most = min(bound / SMALLEST_NORM, LARGEST_WEIGHT)
         return torch.where(usable & (weights.abs() <= most), weights, 0.0)
 

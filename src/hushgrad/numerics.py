@@ -7,8 +7,6 @@ sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside flo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -54,30 +52,46 @@ def rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+@functools.cache
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest normal number of a floating-point type."""
+    return torch.finfo(dtype).tiny
+
+
 # Every switch that can lower the precision of a float32 product or convolution.
 _backends: Any = torch.backends
 _ON_PROCESSORS: tuple[Any, ...] = (_backends.mkldnn.matmul, _backends.mkldnn.conv)
 _ANYWHERE = (*_ON_PROCESSORS, _backends.cuda.matmul, _backends.cudnn.conv)
 
 
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+_EXACT = ("ieee", "none")
+
+
+class exact_products:  # noqa: N801 (used as a function; a generator would take twice the time)
     """Run matrix products and convolutions at the full precision of their operands.
 
     Autocast is off and every switch that lets float32 products run in TF32 or bfloat16 is set to
     IEEE; all are restored on the way out.
     """
-    switches = _ON_PROCESSORS if device.type == "cpu" else _ANYWHERE
-    settings = [(switch, switch.fp32_precision) for switch in switches]
-    lowered = [(switch, before) for switch, before in settings if before not in ("ieee", "none")]
-    cast = torch.is_autocast_enabled(device.type)
-    try:
-        for switch, _ in lowered:
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.type
+
+    def __enter__(self) -> None:
+        switches = _ON_PROCESSORS if self._device == "cpu" else _ANYWHERE
+        settings = [(switch, switch.fp32_precision) for switch in switches]
+        self._lowered = [(switch, before) for switch, before in settings if before not in _EXACT]
+        for switch, _ in self._lowered:
             switch.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False) if cast else nullcontext():
-            yield
-    finally:
-        for switch, before in lowered:
+        cast = torch.is_autocast_enabled(self._device)
+        self._cast = torch.autocast(self._device, enabled=False) if cast else None
+        if self._cast is not None:
+            self._cast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._cast is not None:
+            self._cast.__exit__(*error)
+        for switch, before in self._lowered:
             switch.fp32_precision = before
 
 
@@ -92,7 +106,7 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
 
 def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
     """Squared norms without a look at any value, as a compiled program needs them."""
-    flat = x.reshape(len(x), -1)
+    flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1)
     count = flat.shape[1]
     body = count - count % _CHUNK
     if not body:
@@ -102,7 +116,7 @@ def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
         estimate = estimate if body == count else estimate.add_(_square_norm(flat[:, body:]))
     # Rounding of a run, and at most the smallest normal number for each square that underflows.
     slack = (min(_CHUNK, count) + 8) * rounding(x.dtype) * estimate
-    return Square(estimate, slack + count * torch.finfo(x.dtype).tiny)
+    return Square(estimate, slack.add_(count * smallest(x.dtype)))
 
 
 def nothing_lost_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:

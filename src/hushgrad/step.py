@@ -123,7 +123,7 @@ class Pass:
             bounded = together(
                 aggregate(
                     term.gradients,
-                    partition.spread(term.factor * w),
+                    partition.spread(w if term.factor == 1 else term.factor * w),
                     bound=term.factor * term.clip.bound(groups),
                 )
                 for term, w in zip(terms, weights, strict=True)

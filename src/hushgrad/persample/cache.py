@@ -63,9 +63,9 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
     device = next(iter(subject.params.values())).device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
-        tuple((name, id(p), p.dtype, tuple(p.shape)) for name, p in subject.params.items()),
-        tuple(_switches(child) for module in subject.modules for child in module.modules()),
-        tuple(map(_value, _held(subject.loss))),
+        tuple([(name, id(p), p.dtype, p.shape) for name, p in subject.params.items()]),
+        tuple([_switches(child) for module in subject.modules for child in module.modules()]),
+        tuple([_value(x) for x in _held(subject.loss)]),
         forms,
         subject.idle,
         records.shapes(batch),
@@ -79,7 +79,7 @@ def _switches(module: nn.Module) -> tuple[Hashable, ...]:
 
     Numbers are left out: a module may count its own passes in one.
     """
-    plain = (x for x in vars(module).values() if isinstance(x, (bool, str)))
+    plain = [x for x in vars(module).values() if isinstance(x, (bool, str))]
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (id(type(module)), *plain, *map(id, hooks))
 

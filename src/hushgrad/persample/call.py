@@ -45,7 +45,7 @@ class Call:
 
     def private(self, x: Any) -> bool:
         """Is this argument a private parameter, or a function of some?"""
-        return isinstance(x, self.tape.operands)
+        return type(x) in self.tape.operands
 
     def layout(self, x: Tensor) -> Layout | None:
         """Where the records are in this argument."""

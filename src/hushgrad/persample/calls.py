@@ -39,7 +39,7 @@ def map_in(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, torch.Size):
         return tree
     if isinstance(tree, (tuple, list)):  # torch's named results are also made from a sequence
-        return type(tree)(map_in(function, x) for x in tree)
+        return type(tree)([map_in(function, x) for x in tree])
     if isinstance(tree, dict):
         return {key: map_in(function, x) for key, x in tree.items()}
     return tree

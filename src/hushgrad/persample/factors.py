@@ -54,8 +54,10 @@ class Dense:
         return self.values
 
     def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
-        values = self.values.reshape(self.batch, -1)
-        return (weights.to(values.dtype) @ values).reshape(self.values.shape[1:])
+        w = weights.to(self.dtype)
+        if self.values.dim() == 2:
+            return w @ self.values
+        return (w @ self.values.reshape(self.batch, -1)).reshape(self.values.shape[1:])
 
     def masked(self, keep: Tensor) -> Dense:
         """Replace the dropped records' gradients by zero, nan included."""
@@ -111,7 +113,7 @@ class Outer:
         # The narrower factor takes the weights: that copy is the smaller one.
         a, b, w = self.a, self.b, weights.to(self.a.dtype).view(-1, 1, 1)
         a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
-        return b.flatten(0, 1).mT @ a.flatten(0, 1)
+        return torch.mm(b.flatten(0, 1).mT, a.flatten(0, 1))
 
     def masked(self, keep: Tensor) -> Outer:
         return Outer(_mask(self.a, keep), _mask(self.b, keep))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -76,31 +76,39 @@ class Gradients:
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
         self.require_unwritten()
-        none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
-        squares = dict.fromkeys(self._params, Square(none, none)) | self._measured[1]
-        if self._padded == self.batch:
-            return squares
-        return {name: square.first(self.batch) for name, square in squares.items()}
+        _, _, held = self._measured
+        none = Square(self._zeros(), self._zeros())
+        return {name: held.get(name, none).first(self.batch) for name in self._params}
 
     @cached_property
-    def _measured(self) -> tuple[float, dict[str, Square]]:
+    def _measured(self) -> tuple[float, Float[Tensor, "used padded"], dict[str, Square]]:
         """What `measure` returns, and the squares of the padded records."""
+        if not self.settled:
+            return 0.0, self._zeros().expand(0, -1), {}
         with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
-            largest = measure(self.settled.values())
-            return largest, {name: gradient.square for name, gradient in self.settled.items()}
+            largest, uppers = measure(self.settled.values())
+            return largest, uppers, {name: each.square for name, each in self.settled.items()}
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
-        squares = self.squares
-        estimate, slack = (torch.cat(parts) for parts in zip(*squares.values(), strict=True))
-        uppers = Square(estimate, slack).upper.view(len(squares), self.batch)
-        return dict(zip(squares, uppers, strict=True))
+        self.require_unwritten()
+        _, uppers, _ = self._measured
+        held = uppers if self._padded == self.batch else uppers[:, : self.batch]
+        norms = dict(zip(self.settled, held.unbind(), strict=True))
+        if len(norms) == len(self._params):
+            return norms
+        none = self._zeros()[: self.batch]
+        return {name: norms.get(name, none) for name in self._params}
+
+    def _zeros(self) -> Float[Tensor, " padded"]:
+        return torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
 
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
         self.require_unwritten()
         sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
-            largest, squares = self._measured
-            finite = math.isfinite(largest) or all_finite(squares.values())
+            largest, uppers, _ = self._measured
+            # Padding counts too: a copy has draws of its own.
+            finite = math.isfinite(largest) or bool(uppers.isfinite().all())
             # Parameters of one group share their weights, which are padded and looked at once.
             shared = {id(w): w for w in weights.values()}
             padded = {key: with_padding(w, self._padded) for key, w in shared.items()}
@@ -157,12 +165,6 @@ def with_padding(weights: Tensor, padded: int) -> Tensor:
 def _most(weights: Tensor) -> float:
     """By how much a weight multiplies at most, 1 at least."""
     return max(float(torch.linalg.vector_norm(weights, math.inf)), 1.0) if len(weights) else 1.0
-
-
-def all_finite(squares: Iterable[Square]) -> bool:
-    """Is every record's gradient finite? Padding counts too: a copy has draws of its own."""
-    ends = [part for square in squares for part in square]
-    return not ends or math.isfinite(torch.stack(ends).sum())
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

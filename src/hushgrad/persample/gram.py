@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hushgrad.numerics import Square, inner_products, raw_square_norms, rounding
+from hushgrad.numerics import Square, inner_products, raw_square_norms, rounding, smallest
 from hushgrad.persample.factors import OneHot, Outer
 
 
@@ -45,7 +45,7 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
         left, right = _grams(factor, chunk)
         term = (left * right).sum((1, 2))
         a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
-        d, p, tiny = width_of(factor), factor.b.shape[-1], torch.finfo(factor.b.dtype).tiny
+        d, p, tiny = width_of(factor), factor.b.shape[-1], smallest(factor.b.dtype)
         a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
         size, top = (a * b).sum(1), torch.maximum(a, b).sum(1)
         flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
@@ -116,7 +116,7 @@ def _gram(x: Tensor, chunk: int) -> Tensor:
 
 def norms_of(x: Tensor) -> Square:
     """Squared norms of vectors that parameters may have in common; they are not to be written."""
-    square: Square = _once(raw_square_norms, x.reshape(len(x), -1), 0)
+    square: Square = _once(raw_square_norms, x.reshape(x.shape[0], -1), 0)
     return square
 
 

@@ -11,6 +11,7 @@ summed in the first pass, and the second is not needed unless other weights are 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample import records
 from hushgrad.persample.factors import Use
-from hushgrad.persample.gradients import Factors, Gradients, Key, all_finite, with_padding
+from hushgrad.persample.gradients import Factors, Gradients, Key, with_padding
 from hushgrad.persample.rules import RULES
 from hushgrad.persample.settled import Gradient, Known, settle
 from hushgrad.persample.sites import Replaying
@@ -76,7 +77,7 @@ class Recomputed(Gradients):
         group = foreseen.group[name]
         squares = self._squares_of(group)
         weights = foreseen.weights({n: square.upper for n, square in squares.items()})
-        finite = all_finite(self._all[n] for n in group if n in self._all)
+        finite = _all_finite(self._all[n] for n in group if n in self._all)
         padded = with_padding(weights, self._padded)
         with torch.no_grad(), exact_products(weights.device):
             for n in group:
@@ -116,6 +117,9 @@ class Recomputed(Gradients):
             for name, zero in every.items()
         }
 
+    def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
+        return {name: square.upper for name, square in self.squares.items()}
+
     def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
         ahead = self._ahead
         right = all(n in ahead and _alike(weights[n], ahead[n][0]) for n in self._all)
@@ -133,7 +137,7 @@ class Recomputed(Gradients):
         """The sums by a second pass."""
         sums: dict[str, Tensor] = {}
         padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
-        finite = all_finite(self._all.values())
+        finite = _all_finite(self._all.values())
 
         def add(name: str, uses: dict[Key, Use]) -> None:
             shape = tuple(self._params[name].shape)
@@ -168,3 +172,9 @@ def _worth_it(foreseen: Foreseen | None) -> Foreseen | None:
 def _alike(one: Tensor, other: Tensor) -> bool:
     # A rule clamps all groups together, which may round where one group alone does not.
     return torch.allclose(one, other, rtol=2.0**-40, atol=0.0)
+
+
+def _all_finite(squares: Iterable[Square]) -> bool:
+    """Is every record's gradient finite? Padding counts too: a copy has draws of its own."""
+    ends = [part for square in squares for part in square]
+    return not ends or math.isfinite(torch.stack(ends).sum())

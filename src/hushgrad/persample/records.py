@@ -42,9 +42,10 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 def count(batch: Batch) -> int:
     """The number of records: the first dimension of every tensor in the batch."""
-    shapes = [tuple(x.shape) for x in tensors(batch)]
-    sizes = {shape[0] if shape else None for shape in shapes}
+    found = tensors(batch)
+    sizes = {x.shape[0] if x.dim() else None for x in found}
     if len(sizes) != 1 or None in sizes:
+        shapes = [tuple(x.shape) for x in found]
         raise Refused(
             "expected a batch of tensors that all have the records in their first dimension, got "
             f"{'shapes ' + str(shapes) if shapes else f'no tensor in a {type(batch).__name__}'}; "

@@ -8,7 +8,7 @@ record's gradient is written out and both come from one tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hushgrad.numerics import Square, square_norms
+from hushgrad.numerics import RELATIVE_SLACK, Square, square_norms
 from hushgrad.numerics import nothing_lost_at_zero as unless_zero
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
 from hushgrad.persample.gram import Rough, gram_square, norms_of, nothing_lost_at_zero, width_of
@@ -39,7 +39,7 @@ class Materialised:
         self._shape = shape
         if rough is not None:
             self.rough = rough
-        values = [factor.materialised().reshape(factor.batch, *shape) for factor in factors]
+        values = [_shaped(factor.materialised(), shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
     @property
@@ -76,7 +76,11 @@ class Materialised:
         self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
     ) -> Tensor:
         dense = self._dense if keep is None else self._dense.masked(keep)
-        return dense.weighted_sum(weights).reshape(self._shape)
+        return dense.weighted_sum(weights)
+
+
+def _shaped(each: Tensor, shape: Shape) -> Tensor:
+    return each if each.shape[1:] == shape else each.reshape(each.shape[0], *shape)
 
 
 # A float32 sum of factors that cancel by more than this keeps too few digits of the result, so
@@ -141,7 +145,7 @@ class Gram:
                     part[i] = redone[0]
         doubtful = Square(estimate, slack).loose
         if length is not None:
-            doubtful |= _cancels(length, estimate)
+            doubtful |= _cancelled(length, estimate) > 0
         fragile = _indices(doubtful)
         for i in fragile:
             exact = square_norms(self._record(i)[None])
@@ -221,32 +225,40 @@ Gradient = Materialised | Gram | Stacked
 Known = Measured | dict[int, Any] | None
 
 
-def measure(gradients: Iterable[Gradient]) -> float:
+def measure(gradients: Collection[Gradient]) -> tuple[float, Tensor]:
     """Take all norms with one look at the records, where none needs a second.
 
-    Returns a bound on the factors' entries; inf if some record's norms had to be taken again.
+    Returns a bound on the factors' entries, inf if some record's norms had to be taken again; and
+    the squared norms' upper bounds, [gradient, batch].
     """
     leaves = [leaf for gradient in gradients for leaf in gradient.leaves]
     roughs = [leaf.rough for leaf in leaves]
-    if not roughs:
-        return 0.0
-    estimate, slack = (torch.cat(part) for part in zip(*(r.square for r in roughs), strict=True))
-    doubtful = Square(estimate, slack).loose.any()
-    lengths = [(r.length, r.estimate) for r in roughs if r.length is not None]
-    if lengths:
-        length, estimate = (torch.cat(parts) for parts in zip(*lengths, strict=True))
-        doubtful |= _cancels(length, estimate).any()
-    largest = [r.largest for r in roughs if r.largest is not None]
-    top = torch.cat(largest).max() if largest else estimate.new_zeros(())
-    found = float(torch.where(doubtful, torch.inf, top))
-    if math.isfinite(found):
+    estimate, slack = (torch.stack(part) for part in zip(*(r.square for r in roughs), strict=True))
+    largest = _most(roughs, estimate, slack) if estimate.numel() else 0.0
+    if math.isfinite(largest):
         for leaf in leaves:
             leaf.believe()
-    return math.sqrt(found)
+        if len(leaves) == len(gradients):
+            return largest, estimate + slack
+    return largest, torch.stack([gradient.square.upper for gradient in gradients])
 
 
-def _cancels(length: Tensor, estimate: Tensor) -> Tensor:
-    return length.square() > _LARGEST_CANCELLATION**2 * estimate
+def _most(roughs: list[Rough], estimate: Tensor, slack: Tensor) -> float:
+    """A bound on the factors' entries; inf where a norm is loose, or its factors cancel."""
+    excess = [torch.sub(slack, estimate, alpha=RELATIVE_SLACK).max()]  # nan if there is one
+    lengths = [(r.length, r.estimate) for r in roughs if r.length is not None]
+    if lengths:
+        length, of_them = (torch.stack(parts) for parts in zip(*lengths, strict=True))
+        excess.append(_cancelled(length, of_them).max())
+    largest = [r.largest for r in roughs if r.largest is not None]
+    square = torch.stack(largest).max() if largest else estimate.new_zeros(())
+    *too_much, found = torch.stack([*excess, square]).tolist()
+    return math.sqrt(found) if all(x <= 0 for x in too_much) else math.inf
+
+
+def _cancelled(length: Tensor, estimate: Tensor) -> Tensor:
+    """Above 0 where factors cancel."""
+    return torch.sub(length.square(), estimate, alpha=_LARGEST_CANCELLATION**2)
 
 
 def _indices(found: Tensor) -> list[int]:
@@ -312,6 +324,8 @@ def _joined(uses: tuple[Use, ...]) -> tuple[Factor, ...]:
 def _cheaper(factors: tuple[Factor, ...], shape: Shape) -> str:
     if any(isinstance(factor, Dense) for factor in factors):
         return "materialised"
+    if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].positions == 1:
+        return "Gram"  # the product of two norms, always the cheaper one
     cost = costs(factors, shape)
     return "Gram" if cost["Gram"][0] <= cost["materialised"][0] else "materialised"
 

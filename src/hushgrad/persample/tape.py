@@ -13,10 +13,8 @@ factors and is never written out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,35 +71,33 @@ class Tape:
         self.factors: dict[str, dict[Key, Use]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
         self._cuts: list[Tensor] = []
-        self._made, self._open = 0, False
-        self._due: Counter[str] = Counter()  # the uses of each parameter that are yet to come back
+        self._made = 0
+        self._due = dict.fromkeys(params, 0)  # the uses of each parameter that are yet to come back
         self._made_into: set[str] = set()  # the parameters that others were made of
         self._hand_over: HandOver | None = None
         self._handed_over: set[str] = set()
         self._reached: dict[int, tuple[Tensor, list[Use]]] = {}
-        self._members = {"tape": self, "__torch_function__": _intercept}
-        self._private: Any = type("Private", (nn.Parameter,), dict(self._members))
-        self.operands: tuple[Any, ...] = (self._private,)
-
-    @cached_property
-    def _derived(self) -> Any:
-        """The class of functions of parameters, made when the first one is met."""
-        derived = type("Derived", (Tensor,), dict(self._members))
-        self.operands = (self._private, derived)
-        return derived
+        self._private: Any = None  # the class of parameters, while the pass is open
+        self._derived: Any = None  # the class of functions of them, once there is one
+        self.operands: tuple[Any, ...] = ()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Switch the parameters' classes, and give them back whatever happens."""
-        self._open = True
+        private = _free_class()
+        private.tapes.append(self)
+        self._private, self.operands = private, (private, self._derived)
         try:
             for p in self.params.values():
-                p.__class__ = self._private
+                p.__class__ = private
             yield
         finally:
-            self._open = False  # a module may keep a weight that it made
             for p in self.params.values():
                 p.__class__ = nn.Parameter
+            # A module may keep a weight that it made, and the next pass takes the class.
+            self._private, self.operands = None, (self._derived,)
+            private.tapes.clear()
+            _free_classes.append(private)
 
     # --- one intercepted call ---
 
@@ -111,11 +107,11 @@ class Tape:
             return function(*args, **kwargs)
         leaves = tensors_in((args, kwargs))
         values = tensors_in(args[:1]) if name in _READS_NO_VALUE else leaves
-        others = [x for x in values if not isinstance(x, self.operands)]
-        tracked = self._open and torch.is_grad_enabled()
+        others = [x for x in values if type(x) not in self.operands]
+        tracked = self._private is not None and torch.is_grad_enabled()
         if not tracked or len(others) == len(values):
             return function(*self._plain(args), **self._plain(kwargs))
-        reads = [x for x in leaves if isinstance(x, self.operands)]
+        reads = [x for x in leaves if type(x) in self.operands]
         self._refuse_writes(name, reads, args, kwargs)
         names = tuple(sorted({n for x in reads for n in self._names(x)}))
         shapes = [tuple(x.shape) for x in others]
@@ -201,7 +197,8 @@ class Tape:
     def _tap(self, y: Tensor, saves: Saves, names: tuple[str, ...]) -> Tensor:
         kept, emit = saves
         site = self._calls
-        self._due.update(names)
+        for name in names:
+            self._due[name] += 1
 
         def record(gradient: Tensor, *kept: Tensor) -> None:
             with torch.no_grad(), exact_products(gradient.device), _PLAIN_TORCH():
@@ -219,16 +216,16 @@ class Tape:
     # --- operands: parameters and functions of them ---
 
     def _names(self, operand: Tensor) -> tuple[str, ...]:
-        if not isinstance(operand, self._private):
+        if type(operand) is not self._private:
             names: tuple[str, ...] = operand.__dict__["names"]
             return names
         return (self._name_of[id(operand)],)
 
     def _root(self, x: Any) -> Any:
         """The tensor that stands for `x` in the graph of parameters."""
-        if not isinstance(x, self.operands):
+        if type(x) not in self.operands:
             return x
-        if not isinstance(x, self._private):
+        if type(x) is self._derived:
             return x.__dict__["graph"]
         name = self._name_of[id(x)]
         if name not in self._leaves:
@@ -237,14 +234,18 @@ class Tape:
         return self._leaves[name]
 
     def _plain(self, tree: Any) -> Any:
-        return map_in(lambda x: self.value(x) if isinstance(x, self.operands) else x, tree)
+        return map_in(lambda x: self.value(x) if type(x) in self.operands else x, tree)
 
     def value(self, operand: Tensor) -> Tensor:
         """The operand as a plain tensor without a graph."""
-        graph: Tensor = operand if isinstance(operand, self._private) else operand.__dict__["graph"]
+        graph: Tensor = operand.__dict__["graph"] if type(operand) is self._derived else operand
         return graph.detach()
 
     def _wrap(self, graph: Tensor, names: tuple[str, ...], back: Back | None) -> Tensor:
+        if self._derived is None:
+            self._derived = _operand_class(Tensor)
+            self._derived.tapes.append(self)
+            self.operands = (self._private, self._derived)
         # It requires a gradient, so that a kernel which consumes it out of sight shows.
         derived: Tensor = graph.detach().as_subclass(self._derived).requires_grad_()
         self._made += 1
@@ -253,7 +254,7 @@ class Tape:
         return derived
 
     def _keep(self, key: Key, operand: Tensor, factor: Use) -> None:
-        if isinstance(operand, self._private):
+        if type(operand) is self._private:
             name = self._name_of[id(operand)]
             if name in self._handed_over:
                 raise NotCovered(f"{name} is used again after its gradient was summed; {_ONCE}")
@@ -333,11 +334,13 @@ class Tape:
                 yield operand, Dense(wide(gradient))
 
     def _refuse_writes(self, name: str, reads: list[Tensor], args: Any, kwargs: Any) -> None:
-        names = ", ".join(n for x in reads for n in self._names(x))
         target = kwargs.get("out")
         if target is None and (name == "__setitem__" or writes_in_place(name)):
             target = args[0]
-        if isinstance(target, self.operands):
+        if target is None:
+            return
+        names = ", ".join(n for x in reads for n in self._names(x))
+        if type(target) in self.operands:
             raise Refused(
                 f"{name} writes the parameter {names} during the forward pass; use the operation "
                 "that returns a new tensor"
@@ -358,13 +361,32 @@ _MIXING = "compute each record's loss from that record alone, or freeze the para
 def _intercept(
     cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    simpler = cls.tape.decompositions.get(function)
+    if not cls.tapes:  # a copy of a parameter that outlived its pass
+        with _PLAIN_TORCH():
+            return function(*args, **kwargs or {})
+    (tape,) = cls.tapes
+    simpler = tape.decompositions.get(function)
     if simpler is not None and torch.is_grad_enabled():
         result = simpler(*args, **kwargs or {})
         if result is not NotImplemented:
             return result
     with _PLAIN_TORCH():
-        return cls.tape.call(function, args, kwargs or {})
+        return tape.call(function, args, kwargs or {})
+
+
+def _operand_class(base: type) -> Any:
+    return type("Operand", (base,), {"tapes": [], "__torch_function__": _intercept})
+
+
+# Classes of parameters that no pass is using. To make one takes time, and to collect it more.
+_free_classes: list[Any] = []
+
+
+def _free_class() -> Any:
+    try:
+        return _free_classes.pop()
+    except IndexError:
+        return _operand_class(nn.Parameter)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -21,20 +21,27 @@ PRIVATE = -1
 Reference = weakref.ReferenceType[Tensor]
 
 
-def _parameters(params: Params, modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
-    found: dict[Key, Tensor] = {(PRIVATE, name): p for name, p in params.items()}
-    known = {id(p) for p in params.values()}
+State = dict[Key, Tensor]
+Mark = tuple[int, int, int]
+
+
+def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[State, State]:
+    """The parameters, private or not, and the modules' buffers; each tensor once."""
+    trained: State = {(PRIVATE, name): p for name, p in params.items()}
+    buffers: State = {}
+    seen = {id(p) for p in params.values()}
     for i, module in enumerate(modules):
-        found |= {(i, name): p for name, p in module.named_parameters() if id(p) not in known}
-    return found
+        for prefix, owner in module.named_modules():
+            for found, tensors in ((trained, owner._parameters), (buffers, owner._buffers)):
+                for name, x in tensors.items():
+                    if x is not None and id(x) not in seen:
+                        seen.add(id(x))
+                        found[i, f"{prefix}.{name}" if prefix else name] = x
+    return trained, buffers
 
 
-def _buffers(modules: Sequence[nn.Module]) -> dict[Key, Tensor]:
-    return {(i, name): b for i, m in enumerate(modules) for name, b in m.named_buffers()}
-
-
-def _mark(x: Tensor) -> tuple[int, int, int]:
-    return id(x), x.data_ptr(), x._version
+def _marks(state: State) -> dict[Key, Mark]:
+    return {key: (id(x), x.data_ptr(), x._version) for key, x in state.items()}
 
 
 # --- at every pass ------------------------------------------------------------------------------
@@ -48,8 +55,8 @@ def guarded(
 
     `.grad` is lent to the pass and given back as it was.
     """
-    trained = _parameters(params, modules)
-    before = {key: _mark(x) for key, x in (trained | _buffers(modules)).items()}
+    trained, buffers = _state(params, modules)
+    before = _marks(trained | buffers)
     gradients = {key: p.grad for key, p in trained.items()}
     try:
         for p in trained.values():
@@ -58,10 +65,12 @@ def guarded(
         for key, p in trained.items():
             if p.grad is not None:
                 raise _consumed(key[1]) if key[0] == PRIVATE else _stranger(key[1])
-        after = _parameters(params, modules) | _buffers(modules)
-        for key in before.keys() | after.keys():
-            if key not in free and (key not in after or _mark(after[key]) != before.get(key)):
-                raise written(key)
+        now, buffers = _state(params, modules)
+        after = _marks(now | buffers)
+        if after != before:
+            for key in before.keys() | after.keys():
+                if key not in free and before.get(key) != after.get(key):
+                    raise written(key)
     finally:
         for key, p in trained.items():
             p.grad = gradients[key]
@@ -82,7 +91,7 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
         if id(leaf) not in expected:
             made_from = leaf.__dict__.get("names", ())
             if id(leaf) in names or made_from:
-                raise _consumed(names.get(id(leaf), ", ".join(made_from)), consumer)
+                raise _consumed(names.get(id(leaf), ", ".join(made_from)), _spelt(consumer))
             if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
                 raise _stranger(f"of shape {tuple(leaf.shape)}")
             others.append(weakref.ref(leaf))
@@ -100,10 +109,10 @@ def refuse_kept(leaves: Iterable[Reference]) -> None:
             raise _stranger(f"of shape {tuple(kept.shape)}")
 
 
-def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that a backward pass would train, each with the operation that consumed it."""
+def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """The tensors that a backward pass would train, each with the node that consumed it."""
     seen: set[Any] = set()
-    stack = [(losses.grad_fn, "the loss")]
+    stack: list[tuple[Any, Any]] = [(losses.grad_fn, None)]
     while stack:
         node, consumer = stack.pop()
         if node is None or node in seen:
@@ -112,8 +121,11 @@ def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, str]]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf, consumer
-        name = node.name().removesuffix("Backward")
-        stack.extend((following, name) for following, _ in node.next_functions)
+        stack += [(following, node) for following, _ in node.next_functions]
+
+
+def _spelt(consumer: Any) -> str:
+    return "the loss" if consumer is None else str(consumer.name()).removesuffix("Backward")
 
 
 def _consumed(name: str, consumer: str = "an operation") -> Refused:
@@ -148,24 +160,28 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
 
     Values are compared too: a write through `.data` leaves no other mark.
     """
-    state = _parameters(params, modules) | _buffers(modules)
-    before = {key: (x, x.data, x.detach().clone(), _mark(x)) for key, x in state.items()}
+    trained, buffers = _state(params, modules)
+    state = trained | buffers
+    marks = _marks(state)
+    before = {key: (x, x.data, x.detach().clone(), marks[key]) for key, x in state.items()}
     registered = [(m, dict(m._buffers)) for module in modules for m in module.modules()]
     changed: dict[Key, Tensor] = {}
     try:
         yield changed
     finally:
-        after = _parameters(params, modules) | _buffers(modules)
+        trained, buffers = _state(params, modules)
+        after = trained | buffers
+        marks = _marks(after)
         for key in before.keys() | after.keys():
             now, then = after.get(key), before.get(key)
             if now is None:
                 changed[key] = torch.empty(0)
-            elif then is None or _mark(now) != then[3] or not same_bits(now, then[2]):
+            elif then is None or marks[key] != then[3] or not same_bits(now, then[2]):
                 changed[key] = now.detach().clone()
-        for owner, buffers in registered:
-            if _identities(owner._buffers) != _identities(buffers):
+        for owner, own in registered:
+            if _identities(owner._buffers) != _identities(own):
                 owner._buffers.clear()
-                owner._buffers.update(buffers)
+                owner._buffers.update(own)
         for key in changed.keys() & before.keys():
             x, data, value, _ = before[key]
             x.data = data

@@ -23,6 +23,7 @@ from uses import loss_of, weigh
 import hushgrad.persample as persample
 from hushgrad import Refused
 from hushgrad.persample import Form, certificate_for, dense, loop, per_sample, traced
+from hushgrad.persample.tape import Tape
 
 FORMS = pytest.mark.parametrize("form", [traced, dense, loop], ids=str)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -1098,3 +1099,48 @@ def test_devices(device: str, form: Form) -> None:
     for name, norms in want.norms.items():
         found = gradients.sq_norms()[name].cpu().sqrt()
         torch.testing.assert_close(found, norms.cpu(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept_first", [True, False])
+def test_a_weight_kept_from_an_earlier_pass_hides_no_parameter(kept_first: bool) -> None:
+    w = nn.Parameter(torch.randn(4))
+    kept: list[Tensor] = []
+
+    def keeping(x: Tensor) -> Tensor:
+        made = 2 * w
+        kept[:] = [made]
+        return (x * made).sum(1)
+
+    def mixing(x: Tensor) -> Tensor:
+        return (x * (kept[0] + w if kept_first else w + kept[0])).sum(1)
+
+    x = torch.randn(8, 4)
+    per_sample(keeping, {"w": w}, x, form=traced)
+    try:
+        squares = per_sample(mixing, {"w": w}, x, form=traced).sq_norms()["w"]
+    except Refused:
+        return
+    assert torch.allclose(squares, x.double().square().sum(1), rtol=0.02)
+
+
+def test_a_pass_leaves_nothing_for_the_collector() -> None:
+    model = nn.Linear(4, 1)
+    x = torch.randn(8, 4)
+
+    def take() -> None:
+        params = dict(model.named_parameters())
+        per_sample(lambda x: model(x).squeeze(1), params, x, modules=(model,)).sq_norms()
+
+    def tapes() -> int:
+        return sum(type(x) is Tape for x in gc.get_objects())
+
+    for _ in range(3):  # the first certifies, two more test again
+        take()
+    gc.collect()
+    before = tapes()
+    gc.disable()
+    try:
+        take()
+        assert tapes() == before
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.clipping import Clip, abadi, automatic, custom, discard, normalize, reparameterized
-from hushgrad.numerics import RELATIVE_SLACK, exact_products, square_norms
+from hushgrad.numerics import RELATIVE_SLACK, exact_products, product, square_norms
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.settled import Gram, Materialised, settle
@@ -167,6 +167,24 @@ def test_norms_are_exact_whichever_is_asked_for_first_under_autocast(first: str)
     true = true_squares((factor,), (30, 40))
     assert (upper >= true).all()
     assert (upper <= 1.001 * true).all()
+
+
+@pytest.mark.parametrize("rows", [1, 90])
+@pytest.mark.parametrize("layout", ["packed", "transposed", "with gaps"])
+def test_products_are_exact_in_every_layout(rows: int, layout: str) -> None:
+    x, y = torch.randn(rows, 300), torch.randn(300, 120)
+    if layout == "transposed":
+        x, y = (z.mT.contiguous().mT for z in (x, y))
+    if layout == "with gaps":
+        x, y = (torch.cat([z, z], 1)[:, : z.shape[1]] for z in (x, y))
+    scale = x.double().norm(dim=1)[:, None] * y.double().norm(dim=0)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with exact_products(torch.device("cpu")):
+            found = product(x, y)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert ((found - x.double() @ y.double()).abs() <= 1e-6 * scale).all()
 
 
 def test_exact_products_restores_every_switch() -> None:

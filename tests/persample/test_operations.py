@@ -137,6 +137,27 @@ def test_convolution_in_both_forms(
     assert gradients.settled["1.weight"].form == form
 
 
+@pytest.mark.parametrize(
+    ("ins", "kernel", "stride", "padding", "size"),
+    [
+        (1, 8, 2, 2, (28, 28)),
+        (1, 8, 2, 0, (27, 25)),
+        (3, 5, 1, "same", (9, 7)),
+        (6, 5, 1, (1, 3), (8, 6)),
+        (2, (4, 4), (2, 3), 1, (10, 12)),
+        (1, (7, 8), (2, 1), (0, 2), (12, 9)),
+    ],
+)
+def test_convolution_whose_rows_are_folded_into_channels(
+    ins: int, kernel: Any, stride: Any, padding: Any, size: tuple[int, int], monkeypatch
+) -> None:
+    folded, calls = convolution._folded, []
+    monkeypatch.setattr(convolution, "_folded", lambda *a: calls.append(a) or folded(*a))
+    layer = nn.Conv2d(ins, 16, kernel, stride, padding)
+    check(loss_of(layer), layer, torch.randn(5, ins, *size))
+    assert calls
+
+
 def test_convolution_of_flattened_frames() -> None:
     """A video's frames are records of a convolution that all belong to one sample."""
     layer = nn.Conv2d(2, 3, 3)

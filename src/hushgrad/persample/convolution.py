@@ -67,7 +67,8 @@ def convolution_factor(
         # To cut out the patches costs about as much again as the products of their rows.
         if 2 * cost["Gram"][0] < cost["materialised"][0] and patches_fit:
             return Outer(_patches(x, geometry), _as_rows(gradient))
-        if _products_are_faster(geometry, positions * columns * batch / x.numel()):
+        few = _products_are_faster(geometry, positions * columns * batch / x.numel())
+        if few and not _is_worth_folding(geometry):
             patches = _patches(x, geometry)
             return Dense(torch.bmm(_as_rows(gradient).mT, patches).reshape(batch, *geometry.weight))
     return Dense(_materialise(x, gradient, geometry))
@@ -112,13 +113,14 @@ _PIECE = 2**22  # bytes of gradients that one call writes: it needs three times 
 def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """All per-sample weight gradients, some records at a time, so that little memory is needed."""
     batch, size = len(x), math.prod(geometry.weight) * x.element_size()
+    write = _folded if _is_worth_folding(geometry) else _grouped
     some = max(_PIECE // size // MULTIPLE, 1) * MULTIPLE
     if batch <= some:
-        return _grouped(x, gradient, geometry)
+        return write(x, gradient, geometry)
     written = x.new_empty(batch, *geometry.weight)
     for start in range(0, batch, some):
         piece = slice(start, start + some)
-        written[piece] = _grouped(x[piece], gradient[piece], geometry)
+        written[piece] = write(x[piece], gradient[piece], geometry)
     return written
 
 
@@ -146,3 +148,52 @@ def _grouped(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     )
     each: Tensor = weights.reshape(batch, *geometry.weight)
     return each
+
+
+# --- few channels: a row of the kernel as channels -----------------------------------------------
+
+_LANES = 16  # channels, in and out, of which a grouped convolution wants a multiple
+_MOST_IDLE = 1.2  # multiplications, zeros among them, for one that counts
+
+
+def _is_worth_folding(geometry: Geometry) -> bool:
+    """Are the channels few, but full vectors once a row of the kernel is channels too?"""
+    if len(geometry.stride) != 2 or geometry.groups > 1 or any(d != 1 for d in geometry.dilation):
+        return False
+    channels, rows = _after_folding(geometry)
+    return (
+        geometry.weight[1] % _VECTOR != 0
+        and geometry.weight[0] % _LANES == 0
+        and channels * rows <= _MOST_IDLE * math.prod(geometry.weight[1:])
+    )
+
+
+def _after_folding(geometry: Geometry) -> tuple[int, int]:
+    """Channels, zeros among them, and the rows of the kernel that remain."""
+    _, channels, height, width = geometry.weight
+    step = geometry.stride[0]
+    folded = channels * step * width
+    return -(-folded // _LANES) * _LANES, -(-height // step)
+
+
+def _folded(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
+    """The same convolution over more channels: those of a whole row of the kernel.
+
+    Rows that a stride steps over together are channels as well, so that 8x8 over one channel in
+    steps of 2 is 4x1 over 16 channels in steps of 1. Only entries change places, none is computed.
+    """
+    out, channels, height, width = geometry.weight
+    (step, across), (high, wide) = geometry.stride, geometry.padding
+    lanes, rows = _after_folding(geometry)
+    used = (gradient.shape[-2] - 1 + rows) * step
+    below = max(used - x.shape[-2] - high, 0)
+    seen = F.pad(x, (wide, wide, high, below))[..., :used, :].unfold(-1, width, across)
+    apart = seen[..., : gradient.shape[-1], :].unflatten(3, (-1, step)).permute(0, 1, 2, 4, 6, 3, 5)
+    folded = apart.flatten(2, 4)
+    if lanes > folded.shape[2]:
+        folded = F.pad(folded, (0, 0, 0, 0, 0, lanes - folded.shape[2]))
+    plain = Geometry((out, lanes, rows, 1), (1, 1), (0, 0), (1, 1), 1)
+    weights = _grouped(folded, gradient, plain)[:, :, : channels * step * width, :, 0]
+    back = weights.unflatten(2, (channels, step, width)).permute(0, 1, 2, 5, 3, 4)
+    whole: Tensor = back.flatten(3, 4)[..., :height, :].contiguous()
+    return whole

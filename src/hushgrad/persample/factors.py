@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hushgrad.numerics import product
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -113,7 +115,7 @@ class Outer:
         # The narrower factor takes the weights: that copy is the smaller one.
         a, b, w = self.a, self.b, weights.to(self.a.dtype).view(-1, 1, 1)
         a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
-        return torch.mm(b.flatten(0, 1).mT, a.flatten(0, 1))
+        return product(b.flatten(0, 1).mT, a.flatten(0, 1))
 
     def masked(self, keep: Tensor) -> Outer:
         return Outer(_mask(self.a, keep), _mask(self.b, keep))

@@ -106,7 +106,7 @@ class Pass:
                 aggregate(
                     term.gradients,
                     partition.spread(term.factor * w),
-                    bound=term.factor * term.clip.bound(groups),
+                    bound=abs(term.factor) * term.clip.bound(groups),
                 )
                 for term, w in zip(terms, weights, strict=True)
             )

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import dp_accounting as dp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ from torch import Tensor
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, PureDpEvent
-from hushgrad.algorithms import Agd, FedAvg, LocalGd, Sgd, hemisphere, report, smallest
+from hushgrad.aggregate import SUM_SLACK
+from hushgrad.algorithms import Agd, FedAvg, LocalGd, Sgd, hemisphere, local, report, smallest
 from hushgrad.algorithms.adaptive import _mean, budget
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
@@ -80,6 +82,8 @@ def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
     flat = torch.stack([torch.cat([x.flatten() for x in g.values()]) for g in each])
     assert torch.allclose(exact, flat, atol=1e-6)
     assert float(torch.linalg.vector_norm(exact, dim=1).max()) <= C1 * (1 + 1e-9)
+    assert {found.l2 for found in spy.bounded} == {C1 * (1 + SUM_SLACK)}
+    assert {found.noise_multiplier for found in spy.noises} == {3.0}
     noise = ((sent - exact) / (3.0 * C1 * 1.001)).flatten().numpy()
     assert stats.kstest(noise, "norm").pvalue > 1e-3
     assert stats.kstest(1.5 * noise, "norm").pvalue < 1e-6
@@ -142,8 +146,64 @@ def test_a_pure_report_keeps_its_epsilon_and_no_less() -> None:
     ]
     ratio = math.log(rates[0] / rates[1])
     assert ratio == pytest.approx(epsilon, abs=0.04)
-    with pytest.raises(ValueError, match="epsilon > 0"):
+    with pytest.raises(ValueError, match="0 < epsilon"):
         hemisphere(toward, 0.0, bound=1.0, rng=Rng.fixed(2))
+
+
+class Even(Rng):
+    """Coins that are evenly spaced numbers, so that shares are exact."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32), reproducible=True)
+
+    def derive(self, *labels: int | str | bytes) -> Rng:
+        return self if labels == ("coins",) else Rng.fixed(1).derive(*labels)
+
+    def uniforms(self, count: int, *, start: int = 0) -> np.ndarray:
+        spaced = (np.arange(count // 2) + 0.5) / (count // 2)
+        return np.concatenate([np.full(count // 2, 1e-9), spaced])
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.2, 5.0])
+def test_the_coin_of_a_pure_report_has_its_chance_and_no_more(epsilon: float) -> None:
+    """With vectors at the bound the sides' odds are e^ε, to 0.1 %, and never above it."""
+    count = 200_000
+    toward = torch.tensor([[1.0, 0.0]]).double().expand(count, 2)
+    found = hemisphere(toward, epsilon, bound=1.0, rng=Even())
+    share = float((found[:, 0] > 0).double().mean())
+    exact = 1 / (1 + math.exp(-epsilon))
+    assert exact - 1e-3 * (1 - exact) - 1 / count <= share <= exact + 1 / count
+
+
+def test_a_pure_coin_that_cannot_be_thrown_is_refused() -> None:
+    with pytest.raises(ValueError, match="<= 20"):
+        hemisphere(torch.ones(1, 2).double(), 40.0, bound=2.0, rng=Rng.fixed(0))
+
+
+def test_pure_reports_of_other_rows_have_draws_of_their_own(monkeypatch) -> None:
+    """A step that is taken again on changed records must not throw the same coins.
+
+    Where the draws were those of the first time, a record's second report would be ± its first,
+    and the sign would tell, unprotected, whether its gradient changed sides.
+    """
+    plan = plan_of(LocalGd(pure=True), **(LOCAL | {"epochs": 1}), noise_multiplier=1.0)
+    x, y = data()
+    sent = []
+    real = local.hemisphere
+
+    def spy(rows: Tensor, epsilon: float, *, bound: float, rng: Rng) -> Tensor:
+        assert epsilon == 1.0
+        assert bound == C1 * (1 + SUM_SLACK)
+        assert float(torch.linalg.vector_norm(rows, dim=1).max()) <= C1 * (1 + 1e-9)
+        sent.append(real(rows, epsilon, bound=bound, rng=rng))
+        return sent[-1]
+
+    monkeypatch.setattr(local, "hemisphere", spy)
+    for records in ((x, y), (x, y), (x, 1 - y)):
+        watched(plan, monkeypatch, records=records)
+    assert torch.equal(sent[0], sent[1])  # a replay is no second release
+    unsigned = (sent[0].abs() - sent[2].abs()).abs().max(1).values
+    assert float(unsigned.min()) > 1e-3
 
 
 def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
@@ -154,12 +214,16 @@ def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
     assert size(combine((1.0, seen.points[1]), (-1.0, seen.points[0]))) > 0
 
 
-def test_a_record_on_its_own_sends_the_same_kind_of_report() -> None:
+def test_a_record_on_its_own_sends_the_same_kind_of_report(monkeypatch) -> None:
+    spy = Spy(monkeypatch, "local")
     gradient = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     asked = {"clip_norm": 1.0, "noise_multiplier": 2.0}
     sent = [report(gradient, **asked, rng=Rng.fixed(k), step=0) for k in range(400)]
     first = torch.stack([found["a"][0] for found in sent]).numpy()
     assert stats.kstest((first - 0.6) / (2.0 * 1.001), "norm").pvalue > 1e-3
+    assert size(spy.bounded[0].sum) == pytest.approx(1.0, rel=1e-12)
+    assert spy.bounded[0].l2 == bound(1.0)
+    assert spy.noises[0].noise_multiplier == 2.0
     lost = report({"a": torch.tensor([math.nan, 1.0])}, **asked, rng=Rng.fixed(0), step=0)
     assert bool(lost["a"].isfinite().all())
 

@@ -29,7 +29,7 @@ from plainly import (
     watched,
 )
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
@@ -404,6 +404,26 @@ def test_adaptive_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     assert_close(point_of(nets[0]), point_of(nets[2]), 0.0)
     assert runs[0].steps_taken == runs[2].steps_taken > 2
     assert runs[2].guarantee.charges == ()
+
+
+def test_another_choice_on_the_same_gradient_is_a_second_release(tmp_path: Path) -> None:
+    """A penalty moves the scores and not the sum of gradients: its choice is drawn, and charged."""
+    plan = agd_plan(noise_multiplier=0.05)
+    for penalty, resume in ((0.0, False), (0.0, True), (0.05, True)):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        options = {"plan": plan, "rng": Rng.from_os(), "folder": tmp_path}
+        run = hg.train(net, optimizer, data(), **options, resume=resume)
+        for batch in run:
+
+            def decay(weight: float = penalty, net: nn.Module = net) -> Tensor:
+                return weight * sum(p.square().sum() for p in net.parameters())  # type: ignore[return-value]
+
+            run.step(loss_of(net), batch, penalty=decay if penalty else None)
+            break
+        charged = [charge.epsilon for charge in run.guarantee.charges]
+        assert len(charged) == (penalty > 0)
+    assert charged[0] >= plan.epsilon  # all of ρ, once more at least
 
 
 def test_adaptive_budgets_need_their_accountant_and_noise() -> None:

@@ -156,6 +156,7 @@ class Agd:
             rng=round.rng.derive("choice", len(round.releases)),
             step=round.step,
         )
+        round.releases.append(noised)  # so that another choice is not taken for a replay
         return int(noised.values["scores"].argmin())
 
 

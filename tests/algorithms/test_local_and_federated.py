@@ -312,9 +312,9 @@ def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relat
         if noise.name == "gaussian":
             assert bounded.l2 == bound(C1)
             spent += (double / noise.noise_multiplier) ** 2 / 2
-        else:  # noise of scale 2Δ/ε on scores that move by Δ: ε-DP, ε²/2-zCDP
+        else:  # scores that move by Δ, on a grid of 2⁻¹⁴ of the noise: ε-DP, ε²/2-zCDP
             assert bounded.l1 == bound(3.0)
-            spent += (2 / noise.noise_multiplier) ** 2 / 2
+            spent += (2 / noise.noise_multiplier + 2**-14) ** 2 / 2
     rho = budget(0.5, relation)
     assert rho == double**2 / 0.5
     assert spent <= rho

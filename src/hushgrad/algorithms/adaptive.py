@@ -21,8 +21,8 @@ from hushgrad.algorithms.algorithm import (
     refuse_direct,
     require_full,
 )
-from hushgrad.algorithms.output import Output, last
-from hushgrad.noise import gaussian, laplace, release
+from hushgrad.algorithms.output import Output, choosing, last
+from hushgrad.noise import gaussian, release
 from hushgrad.persample.records import MULTIPLE, count, pad
 from hushgrad.persample.watch import restored
 from hushgrad.points import Values, norm, point, swapped
@@ -46,7 +46,7 @@ class Agd:
     ρ is that of one release of the plan's σ on all records, 1/(2σ²), or 4 times that where a record
     is replaced; a first step costs ρ/`splits`, one half for each of its two parts, as the original
     leaves open. Costs are chosen after seeing releases: the sum of ρ is a filter that allows it.
-    A noisy minimum with Laplace noise of scale 2Δ/ε is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
+    A noisy minimum by the noise of `choosing` is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
     which the rdp and zcdp accountants cover. The optimizer is to be SGD at rate 1. A step that is
     released again without its key is charged all of ρ.
 
@@ -148,11 +148,11 @@ class Agd:
         return found
 
     def _least(self, scores: Tensor, rho: float, round: Round) -> int:
-        # Each score moves by at most Δ, of which laplace takes 2/ε: not a bound on their sum.
-        epsilon, most = math.sqrt(2 * rho), self.largest_loss * (1 + SUM_SLACK)
+        # Each score moves by at most `most`, also where a record is replaced: not a bound on all.
+        most = self.largest_loss * (1 + SUM_SLACK)
         noised = release(
             Bounded({"scores": scores}, most, most),
-            laplace(2 / epsilon),
+            choosing(math.sqrt(2 * rho)),
             rng=round.rng.derive("choice", len(round.releases)),
             step=round.step,
         )

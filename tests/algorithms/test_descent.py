@@ -229,6 +229,18 @@ def test_the_grid_is_part_of_the_price_of_a_choice(epsilon: float) -> None:
         assert worst(laplace(2 / epsilon)) > epsilon * (1 + 1e-3)
 
 
+def test_a_penalty_does_not_carry_norms_to_where_a_record_is_lost(monkeypatch) -> None:
+    found = list[float]()
+
+    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+        found.append(float(bounded.sum["norm"]) / bounded.l2)
+        return release(bounded, noise, rng=rng, step=step)
+
+    monkeypatch.setattr("hushgrad.algorithms.output.release", spy)
+    watched(plan_of(Sgd(noisy_min(0.2)), **FULL), monkeypatch, penalty=1e20, lr=0.0)
+    assert max(found) == 2.0**36
+
+
 # --- random rounds ---
 
 

@@ -35,7 +35,17 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, PureDpEvent
 from hushgrad.aggregate import SUM_SLACK
-from hushgrad.algorithms import Agd, FedAvg, LocalGd, Sgd, hemisphere, local, report, smallest
+from hushgrad.algorithms import (
+    Agd,
+    FedAvg,
+    LocalGd,
+    Sgd,
+    adaptive,
+    hemisphere,
+    local,
+    report,
+    smallest,
+)
 from hushgrad.algorithms.adaptive import _mean, budget
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
@@ -383,6 +393,74 @@ def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) ->
             assert float(found.sum["scores"].min()) >= 0
 
 
+def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeypatch) -> None:
+    """Every record at the largest loss: a clamp that is 1 % off shows."""
+    spy = Spy(monkeypatch, "adaptive")
+    x, _ = data()
+    wrong = 1 - model()(x).argmax(1)  # losses above log 2
+    plan = plan_of(Agd(0.5, splits=4), **(FULL | {"epochs": 1, "accountant": RDP}))
+    watched(plan, monkeypatch, lr=1.0, records=(x, wrong))
+    scores = next(found for found in spy.bounded if "scores" in found.sum)
+    assert float(scores.sum["scores"][0]) == pytest.approx(0.5 * RECORDS, rel=1e-9)
+    assert scores.l1 == bound(0.5)
+
+
+def test_a_penalty_does_not_carry_scores_to_where_a_record_is_lost(monkeypatch) -> None:
+    """At 1e20 float64 has steps of 16384, and one record would move a score by that."""
+    spy = Spy(monkeypatch, "adaptive")
+    seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0, penalty=1e20)
+    scores = [found.sum["scores"] for found in spy.bounded if "scores" in found.sum]
+    assert float(torch.stack(scores).max()) == 2.0**36 * 3.0
+    assert torch.finfo(torch.float64).eps * 2.0**36 < 1e-3 * SUM_SLACK * RECORDS
+    assert seen.run.steps_taken == 1
+
+
+class Rows(nn.Module):
+    """Notes how many rows it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = model(), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.seen.add(len(x))
+        return self.inner(x)
+
+
+def test_losses_are_taken_in_batches_that_keep_a_records_bits() -> None:
+    """32 rows, the most that any model needs, whichever number certification found."""
+    net = Rows()
+    plan = agd_plan(epochs=1)
+    optimizer, execution = torch.optim.SGD(net.parameters(), lr=1.0), Execution(micro_batch=8)
+    run = hg.train(net, optimizer, data(), plan=plan, rng=Rng.fixed(0), execution=execution)
+    for batch in run:
+        run.step(loss_of(net), batch)
+    assert net.seen
+    assert all(rows % 32 == 0 for rows in net.seen)
+
+
+def test_the_ends_share_their_dropout_and_records_do_not(monkeypatch) -> None:
+    """The same record in every place of two micro-batches: at one end all draws are its own."""
+    x, y = data()
+    same = (x[:1].expand(RECORDS, FEATURES).clone(), y[:1].expand(RECORDS).clone())
+    parts: list[Tensor] = []
+    real = adaptive._losses
+    monkeypatch.setattr(adaptive, "_losses", lambda part: parts.append(real(part)) or parts[-1])
+    options = {"records": same, "dropout": 0.5, "execution": Execution(micro_batch=32)}
+    watched(agd_plan(epochs=1), monkeypatch, lr=1.0, **options)
+    one, other = ([found for found in parts if len(found) == n] for n in (32, RECORDS - 32))
+    assert len(one) == len(other) > 0
+    assert not any(torch.equal(a[: RECORDS - 32], b) for a in one for b in other)
+
+
+def test_a_run_that_is_over_stays_where_it_is(monkeypatch) -> None:
+    """The penalty's gradient is part of a chosen step, and not a step of its own."""
+    seen = watched(agd_plan(), monkeypatch, lr=1.0, penalty=0.1)
+    assert seen.run._remembered["over"]
+    assert_close(seen.points[-1], seen.points[-2], 0.0)
+
+
 def test_adaptive_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     plan = agd_plan(noise_multiplier=0.05)
     nets = [model(), model(), model()]
@@ -437,3 +515,5 @@ def test_adaptive_budgets_need_their_accountant_and_noise() -> None:
         plan_of(Agd(3.0))
     with pytest.raises(ValueError, match="largest_loss > 0"):
         Agd(0.0)
+    with pytest.raises(ValueError, match="splits >= 2"):
+        Agd(3.0, splits=1)

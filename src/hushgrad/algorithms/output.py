@@ -25,6 +25,10 @@ from hushgrad.types import Bounded, Params
 Rounds = Callable[[int], DpEvent]
 """A number of steps, to the event of so many."""
 
+FARTHEST = 2.0**36
+"""Scores are cut at so many times what one record moves: beyond, float64 would lose the record, and
+rounding would move a score by more. Only a penalty, which is public, can carry them there."""
+
 Kept = dict[str, Any]
 """What an output rule keeps from step to step."""
 
@@ -168,7 +172,7 @@ def noisy_min(epsilon: float) -> Output:
         mean = {n: round.bounded.sum[n].double() / round.divisor for n in round.params}
         mean |= {n: mean[n] + extra.double() for n, extra in round.penalty.items()}
         most = round.bounded.sensitivity(round.relation) / round.divisor
-        size = next(iter(mean.values())).new_tensor([norm(mean)])
+        size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
         score = release(
             Bounded({"norm": size}, most, most),
             noise,

@@ -124,7 +124,7 @@ class Pass:
                 aggregate(
                     term.gradients,
                     partition.spread(w if term.factor == 1 else term.factor * w),
-                    bound=term.factor * term.clip.bound(groups),
+                    bound=abs(term.factor) * term.clip.bound(groups),
                 )
                 for term, w in zip(terms, weights, strict=True)
             )

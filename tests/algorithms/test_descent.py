@@ -52,7 +52,9 @@ from hushgrad.algorithms.rates import (
     recursive_momentum_choice,
 )
 from hushgrad.clipping import Adaptive, abadi
-from hushgrad.noise import Noise, release
+from hushgrad.algorithms.output import choosing
+from hushgrad.noise import Noise, laplace, release
+from hushgrad.noise.releasing import grid
 from hushgrad.sampling import FullBatch, WithoutReplacement
 from hushgrad.types import Bounded
 
@@ -174,6 +176,8 @@ def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: 
     epsilon, drawn, scores = 0.2, list[float](), list[float]()
 
     def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+        assert bounded.l1 == pytest.approx(factor / 2 * C1 * 1.001 / RECORDS, rel=1e-9)
+        assert noise.noise_multiplier == pytest.approx(2 / (epsilon - 2**-14), rel=1e-9)
         found = release(bounded, noise, rng=rng, step=step)
         drawn.append(float(found.values["norm"] - bounded.sum["norm"]))
         scores.append(float(bounded.sum["norm"]))
@@ -197,8 +201,44 @@ def test_the_paid_choice_needs_full_batches_one_rule_and_silence(tmp_path) -> No
         plan_of(Sgd(noisy_min(0.3)))
     with pytest.raises(Refused, match="one clipping norm"):
         plan_of(Sgd(noisy_min(0.3)), **FULL, clip=Adaptive())
-    with pytest.raises(ValueError, match="epsilon > 0"):
-        noisy_min(0.0)
+    for epsilon in (0.0, 2**-13, math.inf):
+        with pytest.raises(ValueError, match="for a choice"):
+            noisy_min(epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [2**-11, 0.01, 1.0])
+def test_the_grid_is_part_of_the_price_of_a_choice(epsilon: float) -> None:
+    """One score rises by Δ and the other, with its noise at `a`, falls by Δ, both on the grid.
+
+    Then the first needs Δ + r(a) − r(a − Δ) more of its own noise to be the least, r rounding to
+    the grid, and so much over the scale is what its odds tell. Scale 2Δ/ε alone falls short.
+    """
+
+    def worst(noise: Noise) -> float:
+        told = []
+        for most in np.linspace(0.8, 1.6, 41):
+            scale = noise.scale(Bounded({}, most, most))
+            step = grid(scale)
+            a = np.linspace(-2, 2, 4001) * most
+            turned = most + step * (np.rint(a / step) - np.rint((a - most) / step))
+            told.append(turned.max() / scale)
+        return max(told)
+
+    assert worst(choosing(epsilon)) <= epsilon * (1 + 1e-9)
+    if epsilon < 0.1:
+        assert worst(laplace(2 / epsilon)) > epsilon * (1 + 1e-3)
+
+
+def test_a_penalty_does_not_carry_norms_to_where_a_record_is_lost(monkeypatch) -> None:
+    found = list[float]()
+
+    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+        found.append(float(bounded.sum["norm"]) / bounded.l2)
+        return release(bounded, noise, rng=rng, step=step)
+
+    monkeypatch.setattr("hushgrad.algorithms.output.release", spy)
+    watched(plan_of(Sgd(noisy_min(0.2)), **FULL), monkeypatch, penalty=1e20, lr=0.0)
+    assert max(found) == 2.0**36
 
 
 # --- random rounds ---

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import dp_accounting as dp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,23 @@ from plainly import (
     watched,
 )
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, PureDpEvent
-from hushgrad.algorithms import Agd, FedAvg, LocalGd, Sgd, hemisphere, report, smallest
+from hushgrad.aggregate import SUM_SLACK
+from hushgrad.algorithms import (
+    Agd,
+    FedAvg,
+    LocalGd,
+    Sgd,
+    adaptive,
+    hemisphere,
+    local,
+    report,
+    smallest,
+)
 from hushgrad.algorithms.adaptive import _mean, budget
 from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
@@ -80,6 +92,8 @@ def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
     flat = torch.stack([torch.cat([x.flatten() for x in g.values()]) for g in each])
     assert torch.allclose(exact, flat, atol=1e-6)
     assert float(torch.linalg.vector_norm(exact, dim=1).max()) <= C1 * (1 + 1e-9)
+    assert {found.l2 for found in spy.bounded} == {C1 * (1 + SUM_SLACK)}
+    assert {found.noise_multiplier for found in spy.noises} == {3.0}
     noise = ((sent - exact) / (3.0 * C1 * 1.001)).flatten().numpy()
     assert stats.kstest(noise, "norm").pvalue > 1e-3
     assert stats.kstest(1.5 * noise, "norm").pvalue < 1e-6
@@ -142,8 +156,64 @@ def test_a_pure_report_keeps_its_epsilon_and_no_less() -> None:
     ]
     ratio = math.log(rates[0] / rates[1])
     assert ratio == pytest.approx(epsilon, abs=0.04)
-    with pytest.raises(ValueError, match="epsilon > 0"):
+    with pytest.raises(ValueError, match="0 < epsilon"):
         hemisphere(toward, 0.0, bound=1.0, rng=Rng.fixed(2))
+
+
+class Even(Rng):
+    """Coins that are evenly spaced numbers, so that shares are exact."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32), reproducible=True)
+
+    def derive(self, *labels: int | str | bytes) -> Rng:
+        return self if labels == ("coins",) else Rng.fixed(1).derive(*labels)
+
+    def uniforms(self, count: int, *, start: int = 0) -> np.ndarray:
+        spaced = (np.arange(count // 2) + 0.5) / (count // 2)
+        return np.concatenate([np.full(count // 2, 1e-9), spaced])
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.2, 5.0])
+def test_the_coin_of_a_pure_report_has_its_chance_and_no_more(epsilon: float) -> None:
+    """With vectors at the bound the sides' odds are e^ε, to 0.1 %, and never above it."""
+    count = 200_000
+    toward = torch.tensor([[1.0, 0.0]]).double().expand(count, 2)
+    found = hemisphere(toward, epsilon, bound=1.0, rng=Even())
+    share = float((found[:, 0] > 0).double().mean())
+    exact = 1 / (1 + math.exp(-epsilon))
+    assert exact - 1e-3 * (1 - exact) - 1 / count <= share <= exact + 1 / count
+
+
+def test_a_pure_coin_that_cannot_be_thrown_is_refused() -> None:
+    with pytest.raises(ValueError, match="<= 20"):
+        hemisphere(torch.ones(1, 2).double(), 40.0, bound=2.0, rng=Rng.fixed(0))
+
+
+def test_pure_reports_of_other_rows_have_draws_of_their_own(monkeypatch) -> None:
+    """A step that is taken again on changed records must not throw the same coins.
+
+    Where the draws were those of the first time, a record's second report would be ± its first,
+    and the sign would tell, unprotected, whether its gradient changed sides.
+    """
+    plan = plan_of(LocalGd(pure=True), **(LOCAL | {"epochs": 1}), noise_multiplier=1.0)
+    x, y = data()
+    sent = []
+    real = local.hemisphere
+
+    def spy(rows: Tensor, epsilon: float, *, bound: float, rng: Rng) -> Tensor:
+        assert epsilon == 1.0
+        assert bound == C1 * (1 + SUM_SLACK)
+        assert float(torch.linalg.vector_norm(rows, dim=1).max()) <= C1 * (1 + 1e-9)
+        sent.append(real(rows, epsilon, bound=bound, rng=rng))
+        return sent[-1]
+
+    monkeypatch.setattr(local, "hemisphere", spy)
+    for records in ((x, y), (x, y), (x, 1 - y)):
+        watched(plan, monkeypatch, records=records)
+    assert torch.equal(sent[0], sent[1])  # a replay is no second release
+    unsigned = (sent[0].abs() - sent[2].abs()).abs().max(1).values
+    assert float(unsigned.min()) > 1e-3
 
 
 def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
@@ -154,12 +224,16 @@ def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
     assert size(combine((1.0, seen.points[1]), (-1.0, seen.points[0]))) > 0
 
 
-def test_a_record_on_its_own_sends_the_same_kind_of_report() -> None:
+def test_a_record_on_its_own_sends_the_same_kind_of_report(monkeypatch) -> None:
+    spy = Spy(monkeypatch, "local")
     gradient = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     asked = {"clip_norm": 1.0, "noise_multiplier": 2.0}
     sent = [report(gradient, **asked, rng=Rng.fixed(k), step=0) for k in range(400)]
     first = torch.stack([found["a"][0] for found in sent]).numpy()
     assert stats.kstest((first - 0.6) / (2.0 * 1.001), "norm").pvalue > 1e-3
+    assert size(spy.bounded[0].sum) == pytest.approx(1.0, rel=1e-12)
+    assert spy.bounded[0].l2 == bound(1.0)
+    assert spy.noises[0].noise_multiplier == 2.0
     lost = report({"a": torch.tensor([math.nan, 1.0])}, **asked, rng=Rng.fixed(0), step=0)
     assert bool(lost["a"].isfinite().all())
 
@@ -248,9 +322,9 @@ def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relat
         if noise.name == "gaussian":
             assert bounded.l2 == bound(C1)
             spent += (double / noise.noise_multiplier) ** 2 / 2
-        else:  # noise of scale 2Δ/ε on scores that move by Δ: ε-DP, ε²/2-zCDP
+        else:  # scores that move by Δ, on a grid of 2⁻¹⁴ of the noise: ε-DP, ε²/2-zCDP
             assert bounded.l1 == bound(3.0)
-            spent += (2 / noise.noise_multiplier) ** 2 / 2
+            spent += (2 / noise.noise_multiplier + 2**-14) ** 2 / 2
     rho = budget(0.5, relation)
     assert rho == double**2 / 0.5
     assert spent <= rho
@@ -319,6 +393,74 @@ def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) ->
             assert float(found.sum["scores"].min()) >= 0
 
 
+def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeypatch) -> None:
+    """Every record at the largest loss: a clamp that is 1 % off shows."""
+    spy = Spy(monkeypatch, "adaptive")
+    x, _ = data()
+    wrong = 1 - model()(x).argmax(1)  # losses above log 2
+    plan = plan_of(Agd(0.5, splits=4), **(FULL | {"epochs": 1, "accountant": RDP}))
+    watched(plan, monkeypatch, lr=1.0, records=(x, wrong))
+    scores = next(found for found in spy.bounded if "scores" in found.sum)
+    assert float(scores.sum["scores"][0]) == pytest.approx(0.5 * RECORDS, rel=1e-9)
+    assert scores.l1 == bound(0.5)
+
+
+def test_a_penalty_does_not_carry_scores_to_where_a_record_is_lost(monkeypatch) -> None:
+    """At 1e20 float64 has steps of 16384, and one record would move a score by that."""
+    spy = Spy(monkeypatch, "adaptive")
+    seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0, penalty=1e20)
+    scores = [found.sum["scores"] for found in spy.bounded if "scores" in found.sum]
+    assert float(torch.stack(scores).max()) == 2.0**36 * 3.0
+    assert torch.finfo(torch.float64).eps * 2.0**36 < 1e-3 * SUM_SLACK * RECORDS
+    assert seen.run.steps_taken == 1
+
+
+class Rows(nn.Module):
+    """Notes how many rows it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = model(), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.seen.add(len(x))
+        return self.inner(x)
+
+
+def test_losses_are_taken_in_batches_that_keep_a_records_bits() -> None:
+    """32 rows, the most that any model needs, whichever number certification found."""
+    net = Rows()
+    plan = agd_plan(epochs=1)
+    optimizer, execution = torch.optim.SGD(net.parameters(), lr=1.0), Execution(micro_batch=8)
+    run = hg.train(net, optimizer, data(), plan=plan, rng=Rng.fixed(0), execution=execution)
+    for batch in run:
+        run.step(loss_of(net), batch)
+    assert net.seen
+    assert all(rows % 32 == 0 for rows in net.seen)
+
+
+def test_the_ends_share_their_dropout_and_records_do_not(monkeypatch) -> None:
+    """The same record in every place of two micro-batches: at one end all draws are its own."""
+    x, y = data()
+    same = (x[:1].expand(RECORDS, FEATURES).clone(), y[:1].expand(RECORDS).clone())
+    parts: list[Tensor] = []
+    real = adaptive._losses
+    monkeypatch.setattr(adaptive, "_losses", lambda part: parts.append(real(part)) or parts[-1])
+    options = {"records": same, "dropout": 0.5, "execution": Execution(micro_batch=32)}
+    watched(agd_plan(epochs=1), monkeypatch, lr=1.0, **options)
+    one, other = ([found for found in parts if len(found) == n] for n in (32, RECORDS - 32))
+    assert len(one) == len(other) > 0
+    assert not any(torch.equal(a[: RECORDS - 32], b) for a in one for b in other)
+
+
+def test_a_run_that_is_over_stays_where_it_is(monkeypatch) -> None:
+    """The penalty's gradient is part of a chosen step, and not a step of its own."""
+    seen = watched(agd_plan(), monkeypatch, lr=1.0, penalty=0.1)
+    assert seen.run._remembered["over"]
+    assert_close(seen.points[-1], seen.points[-2], 0.0)
+
+
 def test_adaptive_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     plan = agd_plan(noise_multiplier=0.05)
     nets = [model(), model(), model()]
@@ -342,6 +484,26 @@ def test_adaptive_budgets_resume_with_the_same_bits(tmp_path: Path) -> None:
     assert runs[2].guarantee.charges == ()
 
 
+def test_another_choice_on_the_same_gradient_is_a_second_release(tmp_path: Path) -> None:
+    """A penalty moves the scores and not the sum of gradients: its choice is drawn, and charged."""
+    plan = agd_plan(noise_multiplier=0.05)
+    for penalty, resume in ((0.0, False), (0.0, True), (0.05, True)):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        options = {"plan": plan, "rng": Rng.from_os(), "folder": tmp_path}
+        run = hg.train(net, optimizer, data(), **options, resume=resume)
+        for batch in run:
+
+            def decay(weight: float = penalty, net: nn.Module = net) -> Tensor:
+                return weight * sum(p.square().sum() for p in net.parameters())  # type: ignore[return-value]
+
+            run.step(loss_of(net), batch, penalty=decay if penalty else None)
+            break
+        charged = [charge.epsilon for charge in run.guarantee.charges]
+        assert len(charged) == (penalty > 0)
+    assert charged[0] >= plan.epsilon  # all of ρ, once more at least
+
+
 def test_adaptive_budgets_need_their_accountant_and_noise() -> None:
     met = agd_plan(noise_multiplier=None, epsilon=1.0)
     assert 0.99 < met.epsilon <= 1.0
@@ -353,3 +515,5 @@ def test_adaptive_budgets_need_their_accountant_and_noise() -> None:
         plan_of(Agd(3.0))
     with pytest.raises(ValueError, match="largest_loss > 0"):
         Agd(0.0)
+    with pytest.raises(ValueError, match="splits >= 2"):
+        Agd(3.0, splits=1)

@@ -616,3 +616,15 @@ def test_a_compiled_pass_sees_both_points() -> None:
     slow = summed(Execution(form=loop))
     for _ in range(2):
         assert_close(summed(Execution(compile=True)), slow, 1e-4)
+
+
+def test_a_term_that_is_subtracted_counts_in_the_bound() -> None:
+    """A record moves the sum by both of its terms, whatever their signs are."""
+    net = model()
+    x, y = data(1)
+    work = Pass(loss_of(net), dict(net.named_parameters()), (10 * x, y))
+    found = work.sum(
+        lambda part: [Term(part.here, abadi(0.1)), Term((-1.0) * part.here, abadi(0.1), -2.0)]
+    )
+    assert size(found.sum) > 0.29
+    assert found.l2 == bound(0.3)

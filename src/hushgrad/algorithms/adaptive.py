@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,14 +21,15 @@ from hushgrad.algorithms.algorithm import (
     refuse_direct,
     require_full,
 )
-from hushgrad.algorithms.output import Output, last
-from hushgrad.noise import gaussian, laplace, release
-from hushgrad.persample.records import MULTIPLE, count, pad
+from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
+from hushgrad.noise import gaussian, release
+from hushgrad.persample.records import MULTIPLE, count, pad, padded_size
 from hushgrad.persample.watch import restored
 from hushgrad.points import Values, norm, point, swapped
 from hushgrad.step import Part, Round, Term, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation
 
+_MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that a record keeps its bits
 _EPSILON_OF_ROUNDING = 1e-9  # of ρ: what is left is never more than there is
 
 
@@ -46,7 +47,7 @@ class Agd:
     ρ is that of one release of the plan's σ on all records, 1/(2σ²), or 4 times that where a record
     is replaced; a first step costs ρ/`splits`, one half for each of its two parts, as the original
     leaves open. Costs are chosen after seeing releases: the sum of ρ is a filter that allows it.
-    A noisy minimum with Laplace noise of scale 2Δ/ε is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
+    A noisy minimum by the noise of `choosing` is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
     which the rdp and zcdp accountants cover. The optimizer is to be SGD at rate 1. A step that is
     released again without its key is charged all of ρ.
 
@@ -67,9 +68,10 @@ class Agd:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}")
-        if self.splits < 1 or self.choices < 2:
+        if self.splits < 2 or self.choices < 2:  # one split would be a hair above the budget
             raise ValueError(
-                f"expected splits >= 1 and choices >= 2, got {self.splits} and {self.choices}"
+                f"expected splits >= 2 and choices >= 2, got {self.splits} and {self.choices}; 60 "
+                "and 20 are usual"
             )
 
     def stage(self, step: int, course: Course) -> Stage:
@@ -97,29 +99,28 @@ class Agd:
             state |= {"longest": self.longest_step, "over": False}
         choice = rho / (2 * self.splits)
         left, cost, known = state["left"], state["gradient"], 0.0
+        penalty, round.regulariser = round.regulariser, None  # steps are chosen with it
         total: dict[str, Tensor] = {}
         still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in round.params.items()}
         if left < cost + choice:
             return still, state | {"over": True}
         bounded = round.work.sum(lambda part: [Term(part.here, round.clip)])
-        penalty = gradient_of(round.regulariser, round.params) if round.regulariser else {}
+        decay = gradient_of(penalty, round.params) if penalty else {}
         while left >= cost + choice:
             left -= cost + choice
             fresh = _measured(bounded, cost, round)
             total = {n: _mean(total.get(n), known, x, cost) for n, x in fresh.items()}
             known += cost
-            mean = {n: x / round.divisor + penalty.get(n, 0.0) for n, x in total.items()}
+            mean = {n: x / round.divisor + decay.get(n, 0.0) for n, x in total.items()}
             size = norm(mean) or 1.0
             lengths = [state["longest"] * k / (self.choices - 1) for k in range(self.choices)]
             ends = [_moved(round.params, mean, length / size) for length in lengths]
-            scores = self._objectives(round, ends)
+            scores = self._objectives(round, ends, penalty)
             length = lengths[self._least(scores, choice, round)]
             if length:
-                round.regulariser = None  # the step was chosen with it
                 moved = {n: x * (length / size) for n, x in mean.items()}
                 return moved, self._later(state, left, known, length)
             cost = self.gamma * known
-        round.regulariser = None
         return still, state | {"left": left, "gradient": known, "over": True}
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
@@ -134,28 +135,31 @@ class Agd:
         later = {"left": left, "gradient": known, "chosen": chosen, "longest": longest}
         return state | later
 
-    def _objectives(self, round: Round, ends: Sequence[Values]) -> Tensor:
+    def _objectives(
+        self, round: Round, ends: Sequence[Values], penalty: Callable[[], Tensor] | None
+    ) -> Tensor:
         """The objective's sum over records at each end, of clamped losses; private."""
         found = torch.zeros(len(ends), dtype=torch.float64)
-        for part in round.work.parts():
-            for k, end in enumerate(ends):
-                with swapped(part.params, end):
+        for k, end in enumerate(ends):
+            # The same draws at every end, and no two records with the same.
+            with torch.no_grad(), torch.random.fork_rng(), swapped(round.params, end):
+                for part in round.work.parts():
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
-        if round.regulariser is not None:
-            for k, end in enumerate(ends):
-                with torch.no_grad(), swapped(round.params, end):
-                    found[k] += round.divisor * float(round.regulariser())
-        return found
+                if penalty is not None:
+                    found[k] += round.divisor * float(penalty())
+        farthest = FARTHEST * self.largest_loss
+        return found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
 
     def _least(self, scores: Tensor, rho: float, round: Round) -> int:
-        # Each score moves by at most Δ, of which laplace takes 2/ε: not a bound on their sum.
-        epsilon, most = math.sqrt(2 * rho), self.largest_loss * (1 + SUM_SLACK)
+        # Each score moves by at most `most`, also where a record is replaced: not a bound on all.
+        most = self.largest_loss * (1 + SUM_SLACK)
         noised = release(
             Bounded({"scores": scores}, most, most),
-            laplace(2 / epsilon),
+            choosing(math.sqrt(2 * rho)),
             rng=round.rng.derive("choice", len(round.releases)),
             step=round.step,
         )
+        round.releases.append(noised)  # so that another choice is not taken for a replay
         return int(noised.values["scores"].argmin())
 
 
@@ -193,6 +197,6 @@ def _losses(part: Part) -> Tensor:
     size = count(part.batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
-    whole = pad(part.batch, size, -(-size // MULTIPLE) * MULTIPLE)
-    with torch.no_grad(), torch.random.fork_rng(), restored({}, part.modules):
+    whole = pad(part.batch, size, padded_size(size, _MULTIPLE))
+    with restored({}, part.modules):
         return part.loss(whole)[:size].double().nan_to_num(nan=math.inf)

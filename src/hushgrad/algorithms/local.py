@@ -37,6 +37,7 @@ from hushgrad.step import Round
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
 
 Reports = Float64[Tensor, "records entries"]
+_LARGEST_EPSILON = 20.0  # of a pure report: the rarer side of its coin still has 2²³ of 2⁵² chances
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,11 @@ class LocalGd:
             rng = round.rng.derive("reports", index)
             sigma = round.noise.noise_multiplier
             if self.pure and sigma:
-                reports = hemisphere(rows, 1 / sigma, bound=bound, rng=rng.derive(round.step))
-                round.releases.append(_noted(reports, sigma, bound, rng, round.step))
+                round.releases.append(_sent(rows, 1 / sigma, bound, rng, round.step))
             else:
                 bounded = Bounded({"reports": rows}, bound)
                 round.releases.append(release(bounded, round.noise, rng=rng, step=round.step))
-                reports = round.releases[-1].values["reports"]
-            total += reports.sum(0)
+            total += round.releases[-1].values["reports"].sum(0)
         pieces = (total / round.divisor).split(list(sizes.values()))
         found = zip(round.params.items(), pieces, strict=True)
         return {n: x.reshape(p.shape).to(p.device) for (n, p), x in found}, state
@@ -133,20 +132,25 @@ def hemisphere(rows: Reports, epsilon: float, *, bound: float, rng: Rng) -> Repo
     with probability e^ε/(1 + e^ε), to the other side otherwise. The report is u times
     L (e^ε + 1)/((e^ε − 1)·E|u_1|), with E|u_1| = Γ(d/2)/(√π Γ((d + 1)/2)): of two records the
     chance of any report differs by a factor of e^ε at most. Only a sign depends on the record, so
-    the bits of a report tell nothing more.
+    the bits of a report tell nothing more. `rng` must belong to these rows: with the same draws two
+    reports of one record would show, by their signs, what it says.
 
     Reference: Duchi, Jordan and Wainwright 2018, Minimax Optimal Procedures for Locally Private
     Estimation, section 4.2.3.
     """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"expected epsilon > 0 and finite, got {epsilon}; 1 is usual")
+    if not 0 < epsilon <= _LARGEST_EPSILON:
+        raise ValueError(
+            f"expected 0 < epsilon <= {_LARGEST_EPSILON:g}, got {epsilon}; 1 is usual, and "
+            "beyond it a coin of 52 bits hardly has another side"
+        )
     records, entries = rows.shape
     normal = standard_normal(records * entries, rng.derive("sphere")).reshape(records, entries)
     u = normal / torch.linalg.vector_norm(normal, dim=1, keepdim=True)
     chances = torch.from_numpy(rng.derive("coins").uniforms(2 * records)).reshape(2, records)
     size = torch.linalg.vector_norm(rows, dim=1)
     along = torch.where(chances[0] < 0.5 + size / (2 * bound), 1.0, -1.0)
-    truly = torch.where(chances[1] < 1 / (1 + math.exp(-epsilon)), 1.0, -1.0)
+    # One of 2⁵² sides less, so that no rounding makes the coin fairer to the truth than e^ε.
+    truly = torch.where(chances[1] < 1 / (1 + math.exp(-epsilon)) - 2.0**-52, 1.0, -1.0)
     side = torch.where((u * rows).sum(1) >= 0, 1.0, -1.0)
     log_mean = math.lgamma(entries / 2) - math.lgamma((entries + 1) / 2) - math.log(math.pi) / 2
     radius = bound / math.tanh(epsilon / 2) * math.exp(-log_mean)
@@ -175,7 +179,11 @@ def report(
     return release(bounded, gaussian(noise_multiplier), rng=rng, step=step).values
 
 
-def _noted(reports: Reports, sigma: float, bound: float, rng: Rng, step: int) -> Released:
-    digest = hashlib.blake2b(reports.numpy().tobytes(), digest_size=16).digest()
-    tag = rng.tag("release", step, digest)[:16]
-    return Released({"reports": reports}, PureDpEvent(1 / sigma), bound, tag)
+def _sent(rows: Reports, epsilon: float, bound: float, rng: Rng, step: int) -> Released:
+    """Pure reports, by draws that belong to the step and to the bits of these rows."""
+    digest = hashlib.blake2b(rows.numpy().tobytes(), digest_size=32).digest()
+    labels = (step, f"pure {epsilon.hex()} {bound.hex()} {tuple(rows.shape)}", digest)
+    reports = hemisphere(rows, epsilon, bound=bound, rng=rng.derive("pure", *labels))
+    return Released(
+        {"reports": reports}, PureDpEvent(epsilon), bound, rng.tag("release", *labels)[:16]
+    )

@@ -15,7 +15,8 @@ from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor
 
 from hushgrad.accounting import PureDpEvent, uniformly_stopped
-from hushgrad.noise import laplace, release
+from hushgrad.noise import Noise, laplace, release
+from hushgrad.noise.releasing import GRID_BITS
 from hushgrad.points import norm, point
 from hushgrad.rng import Rng
 from hushgrad.step import Round
@@ -23,6 +24,10 @@ from hushgrad.types import Bounded, Params
 
 Rounds = Callable[[int], DpEvent]
 """A number of steps, to the event of so many."""
+
+FARTHEST = 2.0**36
+"""Scores are cut at so many times what one record moves: beyond, float64 would lose the record, and
+rounding would move a score by more. Only a penalty, which is public, can carry them there."""
 
 Kept = dict[str, Any]
 """What an output rule keeps from step to step."""
@@ -154,24 +159,23 @@ def noisy_min(epsilon: float) -> Output:
 
     To the norm of each mean of clipped gradients, penalty included, Laplace noise is added, and
     only the place of the least is released. A norm moves by at most Δ, the bound on one record
-    over the public divisor (twice that if a record is replaced), so noise of scale 2Δ/ε' makes the
-    choice ε'-DP: a pure step, whatever T is. The norms and the minimum so far are private, so
+    over the public divisor (twice that if a record is replaced), so the noise of `choosing` makes
+    the choice ε'-DP: a pure step, whatever T is. The norms and the minimum so far are private, so
     there are no checkpoints.
 
     Reference: clipped DP-GD, Theorem 4.2, whose Lap(4L/n) is 1-DP and not ε-DP.
     """
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"expected epsilon > 0 and finite, got {epsilon}; 0.1 is usual")
+    noise = choosing(epsilon)
 
     def before(kept: Kept, round: Round) -> Kept:
         assert round.bounded is not None
         mean = {n: round.bounded.sum[n].double() / round.divisor for n in round.params}
         mean |= {n: mean[n] + extra.double() for n, extra in round.penalty.items()}
         most = round.bounded.sensitivity(round.relation) / round.divisor
-        size = next(iter(mean.values())).new_tensor([norm(mean)])
+        size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
         score = release(
             Bounded({"norm": size}, most, most),
-            laplace(2 / epsilon),
+            noise,
             rng=round.rng.derive("choice"),
             step=round.step,
         )
@@ -187,6 +191,22 @@ def noisy_min(epsilon: float) -> Output:
         direct=True,
         exhaustive=True,
     )
+
+
+def choosing(epsilon: float) -> Noise:
+    """Noise on scores that makes the place of the least of them ε-DP, however many there are.
+
+    Where a score moves by at most Δ, its `l1`, two of them come 2Δ closer, and on the grid of their
+    release one step g more. With a scale b of 2Δ/(ε − 2⁻¹⁴), of which g is 2⁻¹⁴ at most,
+    (2Δ + g)/b is at most ε.
+    """
+    share = 2.0**-GRID_BITS
+    if not (math.isfinite(epsilon) and epsilon >= 4 * share):
+        raise ValueError(
+            f"expected epsilon > {4 * share:.2g} and finite for a choice, got {epsilon}; 0.1 is "
+            "usual"
+        )
+    return laplace(2 / (epsilon - share))
 
 
 def _less(kept: Kept, score: float, params: Params) -> Kept:

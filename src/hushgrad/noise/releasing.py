@@ -26,7 +26,7 @@ from hushgrad.noise.standard import add_pairs, normal_pair
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded, Refused, Released
 
-_GRID_BITS = 14  # the grid's step is at most 2⁻¹⁴ of the noise's standard deviation
+GRID_BITS = 14  # the grid's step is at most 2⁻¹⁴ of the noise's scale
 _SMALL = 1 << 15  # tensors with fewer entries than this are copied together
 _DIGESTED = 1 << 20  # entries under one key of the digest
 _PIECE = 1 << 18  # entries that a thread takes at a time
@@ -78,7 +78,7 @@ def grid(scale: float) -> float:
             f"expected noise of a scale within float64's reach, got {scale}; scale the loss or the "
             "clipping norm"
         )
-    return 2.0 ** (math.frexp(scale)[1] - 1 - _GRID_BITS)
+    return 2.0 ** (math.frexp(scale)[1] - 1 - GRID_BITS)
 
 
 def _layout(sums: Mapping[str, Tensor]) -> str:

@@ -1,8 +1,8 @@
 """The rows x of all records: scaled to a stated bound once, with their norms, dense or sparse.
 
 A record's score is one row's product, whoever stands beside it. Kernels change the order of their
-sums with the shape of a matrix, so rows are padded with zeros to multiples of 8 and worked on in
-parts of at most 1024; scipy's sparse products go row by row.
+sums with the shape of a matrix, so rows are padded with zeros to multiples of 64, columns of θ
+too, and worked on in parts of at most 1024; scipy's sparse products go row by row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from torch import Tensor
 from hushgrad.aggregate import LARGEST_SUM
 from hushgrad.numerics import square_norms
 
-MULTIPLE = 8
-"""Parts have a multiple of this many rows; the last ones may be zeros."""
+MULTIPLE = 64
+"""Parts have a multiple of this many rows; the last ones may be zeros.
+
+Functions of an entry, such as a sigmoid, come in vectors of 16 with their last entries one by one,
+by other instructions that round otherwise; 8 rows were seen to be too few.
+"""
+
+_COLUMNS = 8  # θ is padded to a multiple of this many columns
 
 PART = LARGEST_SUM
 """The most records that are worked on at once."""
@@ -77,6 +83,8 @@ class DenseRows:
     def take(self, positions: slice | ndarray) -> DenseRows:
         if isinstance(positions, slice):
             start, stop, _ = positions.indices(self.count)
+            if stop < self.count and (stop - start) % MULTIPLE:  # what follows is not zeros
+                return self.take(np.arange(start, stop))
             cut = slice(start, start + _padded(stop - start))
             return DenseRows(self.x[cut], self.sq_norms[cut], stop - start)
         padded = np.full(_padded(len(positions)), len(self.x) - 1)
@@ -87,9 +95,14 @@ class DenseRows:
         )
 
     def scores(self, theta: Tensor) -> Tensor:
-        if len(self.x) <= PART:
-            return self.x @ theta.T
-        return torch.cat([part @ theta.T for part in self.x.split(PART)])
+        if len(theta) == 1:
+            found = [part.mv(theta[0])[:, None] for part in self.x.split(PART)]
+        else:
+            # One kernel for every shape: with 3 columns, or transposed ones, bits change with rows.
+            columns = theta.new_zeros(self.width, -(-len(theta) // _COLUMNS) * _COLUMNS)
+            columns[:, : len(theta)] = theta.T
+            found = [(part @ columns)[:, : len(theta)] for part in self.x.split(PART)]
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def combined(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
@@ -153,7 +166,7 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -
         row = padded[start : start + len(part)]
         row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
         if intercept:
-            row[:, width] = intercept * (factor > 0)
+            row[:, width] = intercept * (factor > 0).double()  # a bool alone gives a float32
     return DenseRows(padded, square_norms(padded).upper, records)
 
 
@@ -165,7 +178,8 @@ def _shortening(part: Float64[Tensor, "n p"]) -> Float64[Tensor, " n"]:
 def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
     x = sparse.csr_array(features, dtype=np.float64, copy=True)
     x.sum_duplicates()  # a row's squares are those of its entries
-    x.data /= feature_norm
+    with np.errstate(over="ignore"):
+        x.data /= feature_norm
     bad = np.zeros(x.shape[0], dtype=bool)
     bad[np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))[~np.isfinite(x.data)]] = True
     x.data[~np.isfinite(x.data)] = 0.0
@@ -183,8 +197,8 @@ def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
     squares, places = np.zeros(x.shape[0]), np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
     with np.errstate(over="ignore"):
         np.add.at(squares, places, np.square(x.data))
-    longest = int(np.diff(x.indptr).max(initial=0))
-    return squares * (1 + (longest + 8) * 2.0**-53) + longest * np.finfo(np.float64).tiny
+    entries = np.diff(x.indptr)  # of each row by itself: no other record moves its bound
+    return squares * (1 + (entries + 8) * 2.0**-53) + entries * np.finfo(np.float64).tiny
 
 
 def _padded(count: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from numpy import ndarray
 from scipy import sparse
 from torch import Tensor
@@ -95,14 +95,9 @@ class DenseRows:
         )
 
     def scores(self, theta: Tensor) -> Tensor:
-        if len(theta) == 1:
-            found = [part.mv(theta[0])[:, None] for part in self.x.split(PART)]
-        else:
-            # One kernel for every shape: with 3 columns, or transposed ones, bits change with rows.
-            columns = theta.new_zeros(self.width, -(-len(theta) // _COLUMNS) * _COLUMNS)
-            columns[:, : len(theta)] = theta.T
-            found = [(part @ columns)[:, : len(theta)] for part in self.x.split(PART)]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        if len(self.x) <= PART:
+            return scores_of(self.x, theta)
+        return torch.cat([scores_of(part, theta) for part in self.x.split(PART)])
 
     def combined(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
@@ -140,6 +135,20 @@ class SparseRows:
     def gram(self, weights: Tensor) -> Tensor:
         weighted = self.x.multiply(weights.numpy()[:, None]).tocsr()
         return torch.from_numpy((self.x.T @ weighted).toarray())
+
+
+def scores_of(
+    x: Float[Tensor, "n width"], theta: Float[Tensor, "classes width"]
+) -> Float[Tensor, "n classes"]:
+    """<θ_k, x>, with the same bits for a row among any `MULTIPLE` of them.
+
+    One kernel for every shape: with 3 columns, or transposed ones, bits change with the rows.
+    """
+    if len(theta) == 1:
+        return x.mv(theta[0])[:, None]
+    columns = theta.new_zeros(theta.shape[1], -(-len(theta) // _COLUMNS) * _COLUMNS)
+    columns[:, : len(theta)] = theta.T
+    return (x @ columns)[:, : len(theta)]
 
 
 def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> Rows:

@@ -66,6 +66,61 @@ def test_other_parameters_are_refused() -> None:
         LinearLoss(model, logistic()).per_sample({"weight": params["weight"]}, batch)
 
 
+class Centred(nn.Linear):
+    """A linear layer by name, whose records look at each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def hooked() -> nn.Linear:
+    model = nn.Linear(5, 1)
+    model.register_forward_hook(lambda module, given, out: out - out.mean(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Centred(5, 1),
+        hooked(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)),
+    ],
+    ids=["subclass", "hook", "parametrization"],
+)
+def test_a_model_that_is_not_certified_must_be_a_plain_linear_one(model: nn.Module) -> None:
+    with pytest.raises(Refused, match=r"expected a plain nn\.Linear"):
+        LinearLoss(model, logistic())
+
+
+def test_what_is_changed_later_is_refused_too() -> None:
+    model, params, (x, y) = problem(logistic())
+    loss = LinearLoss(model, logistic())
+    with pytest.raises(Refused, match="rows of features"):
+        loss.per_sample(params, (x[:, None], y))
+    model.register_forward_pre_hook(lambda module, given: given)
+    with pytest.raises(Refused, match="with hooks"):
+        loss.per_sample(params, (x, y))
+    with pytest.raises(Refused, match="one score"):
+        LinearLoss(nn.Linear(5, 3), logistic())
+
+
+@pytest.mark.parametrize("loss", [logistic(), multinomial()], ids=repr)
+@pytest.mark.parametrize("size", [1, 7, 24, 60, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_records_bits_do_not_depend_on_its_mates(loss, size: int, dtype: torch.dtype) -> None:
+    model, params, (x, y) = problem(loss, records=1000)
+    model.to(dtype)
+    x = x.to(dtype)
+
+    def slopes(first: int, last: int) -> torch.Tensor:
+        found = LinearLoss(model, loss).per_sample(params, (x[first:last], y[first:last]))
+        return torch.stack(list(found.sq_norms().values()))[:, : last - first]
+
+    whole = slopes(0, 1000)
+    assert torch.equal(slopes(3, 3 + size), whole[:, 3 : 3 + size])
+
+
 def test_differences_at_two_points_cancel_where_the_points_agree() -> None:
     model, params, batch = problem(logistic())
     loss = LinearLoss(model, logistic())

@@ -38,12 +38,19 @@ RULES = {
 
 
 def problem(
-    loss: losses.ScoreLoss, seed: int, *, n: int = 21, p: int = 5, scale: float = 1.0, kind=None
+    loss: losses.ScoreLoss,
+    seed: int,
+    *,
+    n: int = 21,
+    p: int = 5,
+    scale: float = 1.0,
+    kind=None,
+    classes: int = 4,
 ) -> tuple[Rows, torch.Tensor, torch.Tensor]:
     rng = torch.Generator().manual_seed(seed)
     x = scale * torch.randn(n, p, dtype=torch.float64, generator=rng)
     x = x * (torch.rand(n, p, generator=rng) < 0.7)
-    classes = 4 if loss.vector else 1
+    classes = classes if loss.vector else 1
     y = torch.randint(classes, (n,), generator=rng)
     if not loss.vector:
         y = torch.sign(torch.randn(n, dtype=torch.float64, generator=rng))
@@ -122,6 +129,38 @@ def test_rows_are_shortened_to_the_stated_bound_and_no_further(kind, scale, boun
 
 
 @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array])
+@pytest.mark.parametrize("size", [0.0, 5e-324, 1e-310, 1e-160, 1.0, 1e150, 1e200, 1e308])
+@pytest.mark.parametrize("bound", [1e-300, 1e-160, 1.0, 1e160, 1e300])
+def test_rows_of_every_size_keep_the_bound_that_noise_is_scaled_by(kind, size, bound) -> None:
+    """Intercept included, in 80-bit numbers: hypot(1, 0.3), and no float32's 0.3."""
+    rows = scaled_rows(kind(np.full((2, 3), size)), feature_norm=bound, intercept=0.3)
+    got = each(rows).numpy().astype(np.longdouble)
+    assert set(got[:, 3]) <= {0.0, 0.3}
+    exact = np.square(got).sum(1)
+    assert (np.sqrt(exact) <= math.hypot(1, 0.3) * LONGEST).all()
+    assert (rows.sq_norms[:2].numpy() >= exact).all()
+
+
+def test_a_sparse_rows_bound_is_its_own() -> None:
+    """A neighbour with many entries must not move the others by a bit."""
+    x = np.zeros((9, 1000))
+    x[:, :4], x[0] = np.random.default_rng(0).standard_normal((9, 4)), 1.0
+    whole, less = (
+        scaled_rows(sparse.csr_array(part), feature_norm=0.5, intercept=0.3) for part in (x, x[1:])
+    )
+    assert torch.equal(whole.sq_norms[1:], less.sq_norms)
+    assert torch.equal(each(whole)[1:], each(less))
+
+
+@pytest.mark.parametrize("stop", [3, 8, 13, 21])
+def test_a_slice_holds_its_own_records_and_zeros(stop: int) -> None:
+    rows, _, _ = problem(losses.logistic(), 3)
+    cut = rows.take(slice(0, stop))
+    assert isinstance(cut, DenseRows) and cut.count == stop
+    assert torch.equal(cut.x[:stop], each(rows)[:stop]) and not cut.x[stop:].any()
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e308])
 def test_a_record_that_is_not_finite_counts_for_nothing(kind, bad: float) -> None:
     x, y = np.ones((3, 2)), torch.tensor([1.0, -1, 1], dtype=torch.float64)
@@ -140,9 +179,11 @@ def test_a_record_that_is_not_finite_counts_for_nothing(kind, bad: float) -> Non
 
 @pytest.mark.parametrize("loss", [losses.logistic(), losses.multinomial()], ids=repr)
 @pytest.mark.parametrize("n", [1, 7, 60, 1023, 1500])
-def test_a_records_arithmetic_does_not_depend_on_its_mates(loss: losses.ScoreLoss, n: int) -> None:
+@pytest.mark.parametrize("p", [6, 63, 123, 300])
+@pytest.mark.parametrize("classes", [2, 3, 4, 10])
+def test_a_records_arithmetic_does_not_depend_on_its_mates(loss, n, p, classes) -> None:
     """Removing a record shifts the others and changes shapes; their slopes keep their bits."""
-    rows, y, theta = problem(loss, 5, n=n + 1, p=123)
+    rows, y, theta = problem(loss, 5, n=n + 1, p=p, classes=classes)
     x = each(rows)[:, :-1]
     without = scaled_rows(x[1:], feature_norm=1.0, intercept=0.3)
     whole = scaled_rows(x, feature_norm=1.0, intercept=0.3)

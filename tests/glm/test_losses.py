@@ -132,3 +132,23 @@ def test_a_penalty_has_the_gradient_of_its_value(penalty: losses.Penalty) -> Non
 def test_other_temperatures_are_refused(t1: float, t2: float) -> None:
     with pytest.raises(ValueError, match="expected 0 <= t1 <= 1 <= t2 < 2"):
         losses.bi_tempered(t1, t2)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_loss_of_ones_own_cannot_look_at_other_records(branching: bool) -> None:
+    """Centred over the batch, its slopes would move with every record."""
+
+    def centred(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if branching and float(z.sum()) > 1e9:
+            return z
+        return z - z.mean(0) + y
+
+    z, y = torch.randn(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    for loss in (
+        losses.custom(centred, centred),
+        losses.ScoreLoss("own", centred, centred),
+        losses.custom(lambda z, y: (z - z.mean()) * z + y * z),
+    ):
+        for function in (loss.value, loss.derivative):
+            torch.testing.assert_close(function(z, y)[:3], function(z[:3], y[:3]), rtol=0, atol=0)
+            assert function(z[:0], y[:0]).shape == (0,)

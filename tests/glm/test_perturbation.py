@@ -137,9 +137,11 @@ def test_losses_that_the_proof_does_not_cover_are_refused(loss: losses.ScoreLoss
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("dense", [True, False])
-def test_a_minimiser_has_the_certified_gradient(loss, classes, dense, monkeypatch) -> None:
-    monkeypatch.setattr("hushgrad.glm.minimising._DENSE", 10**4 if dense else 0)
+@pytest.mark.parametrize("by", ["dense", "products", "descent"])
+def test_a_minimiser_has_the_certified_gradient(loss, classes, by, monkeypatch) -> None:
+    monkeypatch.setattr("hushgrad.glm.minimising._DENSE", 10**4 if by == "dense" else 0)
+    if by == "descent":  # Newton's method gives up at once
+        monkeypatch.setattr("hushgrad.glm.minimising._MOST_STEPS", 0)
     rows, y = records(classes=classes)
     tilt = torch.randn(classes, rows.width, dtype=torch.float64)
     theta = minimiser(rows, y, loss=loss, strength=0.5, tilt=tilt, tolerance=1e-6)
@@ -207,6 +209,32 @@ def test_objective_noise_has_its_scale() -> None:
     assert stats.kstest(drawn / sigma, "norm").pvalue > 1e-4
     assert stats.kstest(drawn / (sigma * 2 / 3), "norm").pvalue < 1e-6
     assert found[0].event == ApproximateDpEvent(1.0, 1e-5)
+
+
+def test_rows_and_classes_that_the_noise_is_not_for_are_refused() -> None:
+    rows, y = records()
+    for perturb in (objective_perturbation, output_perturbation):
+        with pytest.raises(Refused, match="rows of norm at most 1,"):
+            perturb(rows, y, replace(PROBLEM, row_norm=1.0), rng=Rng.fixed(0))
+    with pytest.raises(Refused, match="one row of parameters"):
+        replace(PROBLEM, classes=3)
+    with pytest.raises(Refused, match="one row of parameters"):
+        replace(PROBLEM, loss=losses.multinomial())
+
+
+def test_a_search_that_fails_is_charged(tmp_path) -> None:
+    """That it failed is news of the records: a slope without a zero, stated to be smooth."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.set_budget("data", epsilon=2.5, delta=1e-4)
+    rows, y = records()
+    broken = losses.custom(
+        lambda z, y: z.abs(), lambda z, y: z * torch.nan, lipschitz=1.0, smoothness=1.0, convex=True
+    )
+    for spent, perturb in ((1.0, objective_perturbation), (2.0, output_perturbation)):
+        problem = replace(PROBLEM, loss=broken)
+        with pytest.raises(Refused, match="expected a minimiser"):
+            perturb(rows, y, problem, rng=Rng.from_os(), budget=ledger.budget("data"))
+        assert ledger.budget("data").spent["epsilon"] == pytest.approx(spent)
 
 
 def test_a_seed_repeats_and_a_secret_key_does_not() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hushgrad.glm.losses import ScoreLoss
+from hushgrad.glm.rows import MULTIPLE, scores_of
 from hushgrad.persample import Gradients
 from hushgrad.persample.factors import Dense, Outer, Use
 from hushgrad.persample.gradients import Key
-from hushgrad.persample.records import MULTIPLE, count, pad, padded_size
+from hushgrad.persample.records import count, pad, padded_size
 from hushgrad.types import Batch, Params, Refused
 
 
@@ -32,17 +34,46 @@ class LinearLoss:
     model: nn.Linear
     loss: ScoreLoss
 
+    def __post_init__(self) -> None:
+        self._require_plain()
+        if not self.loss.vector and self.model.out_features != 1:
+            raise Refused(
+                f"expected one score for the loss {self.loss}, got {self.model.out_features}; use "
+                "a loss of vectors such as multinomial(), or nn.Linear(…, 1)"
+            )
+
+    def _require_plain(self) -> None:
+        """Nothing is certified here, so the model must be the one whose gradients are known."""
+        model = self.model
+        hooked = type(model) is nn.Linear and (model._forward_hooks or model._forward_pre_hooks)
+        if type(model) is not nn.Linear or hooked:
+            raise Refused(
+                f"expected a plain nn.Linear, got {type(model).__name__}"
+                f"{' with hooks' if hooked else ''}, whose gradients may be others; write the loss "
+                "as a function of the batch, and it will be certified"
+            )
+
     def __call__(self, batch: Batch) -> Tensor:
         x, y = batch
-        return self.loss.value(self._scores(x), y)
+        scores: Tensor = F.linear(x, self.model.weight, self.model.bias)
+        return self.loss.value(scores if self.loss.vector else scores.squeeze(-1), y)
 
     def _scores(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.model(x)
+        """The model's scores, without its forward pass: a record's bits are those of its row."""
+        if x.dim() != 2:
+            raise Refused(
+                f"expected rows of features, [records, features], got {x.dim()} dimensions; "
+                "flatten each record"
+            )
+        scores = scores_of(x, self.model.weight)
+        if self.model.bias is not None:
+            scores = scores + self.model.bias
         return scores if self.loss.vector else scores.squeeze(-1)
 
     @torch.no_grad()
     def per_sample(self, params: Params, batch: Batch) -> Gradients:
         """Per-sample gradients of the model's parameters, for a batch that has records."""
+        self._require_plain()
         names = {id(p): name for name, p in params.items()}
         own = [p for p in self.model.parameters() if p.requires_grad]
         if names.keys() != {id(p) for p in own}:

@@ -26,6 +26,7 @@ from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.losses import ScoreLoss, ridge
 from hushgrad.glm.perturbation import (
+    TOLERANCE,
     Problem,
     least_strength,
     objective_noise,
@@ -85,7 +86,7 @@ class Settings:
             raise ValueError(
                 f"expected an algorithm among {', '.join(ALGORITHMS)}, got {self.algorithm!r}"
             )
-        if isinstance(self.clip_norm, str) and self.clip_norm != "auto":
+        if self.clip_norm != "auto" and not isinstance(self.clip_norm, int | float | Clip):
             raise ValueError(
                 f"expected clip_norm 'auto', a number or a clipping rule, got {self.clip_norm!r}"
             )
@@ -249,7 +250,7 @@ def _by_perturbation(
             "accounted by its own privacy loss" if objective else "exact Gaussian accountant"
         ),
         mechanism=f"{settings.algorithm} perturbation by noise of {found.noise:.4g}, {left}"
-        f"certified below {1e-4 * problem.gradient_norm:.2g}, rows divided by feature_norm = "
+        f"certified below {TOLERANCE * problem.gradient_norm:.2g}, rows divided by feature_norm = "
         f"{settings.feature_norm:g}",
         public=_public(settings),
         reproducible=settings.rng.reproducible,

@@ -7,6 +7,7 @@ column for each. Everything is float64.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ class ScoreLoss:
     `lipschitz` is the least known bound on |ℓ'| (its Euclidean norm where scores are vectors) and
     `smoothness` on |ℓ''|; infinite where there is none. `convex` is convexity in the score, and
     `corners` are the scores at which ℓ' has a corner or a jump.
+
+    Guarantees: a record's value and derivative depend on its own score and label alone. A function
+    of the user's is mapped over the records, so that it cannot look at the others.
     """
 
     name: str
@@ -36,14 +40,40 @@ class ScoreLoss:
     convex: bool = True
     vector: bool = False
     corners: Callable[[Tensor], list[Tensor]] = lambda y: []
+    mapped: bool = True  # False only for the losses below, which take each record by itself
+
+    def __post_init__(self) -> None:
+        if self.mapped:
+            object.__setattr__(self, "value", _each(self.value))
+            object.__setattr__(self, "derivative", _each(self.derivative))
 
     def __repr__(self) -> str:
         return self.name
 
 
+def _each(function: OfScores) -> OfScores:
+    """The function applied to each record by itself."""
+
+    def alone(z: Tensor, y: Tensor) -> Tensor:
+        return function(z[None], y[None])[0]
+
+    def mapped(z: Tensor, y: Tensor) -> Tensor:
+        if not len(z):
+            return function(z, y)
+        try:
+            return torch.func.vmap(alone)(z, y)
+        except RuntimeError:  # one that branches on its values cannot be vectorised
+            return torch.stack([alone(*one) for one in zip(z, y, strict=True)])
+
+    return mapped
+
+
+_built = functools.partial(ScoreLoss, mapped=False)
+
+
 def logistic() -> ScoreLoss:
     """log(1 + e^(−yz)), for labels −1 and +1."""
-    return ScoreLoss(
+    return _built(
         "logistic",
         lambda z, y: F.softplus(-y * z),
         lambda z, y: -y * torch.sigmoid(-y * z),
@@ -57,7 +87,7 @@ def multinomial() -> ScoreLoss:
 
     ‖ℓ'‖ reaches √2, when all the weight is on a wrong class; √(K/(K−1)) is no bound.
     """
-    return ScoreLoss(
+    return _built(
         "multinomial",
         lambda z, y: torch.logsumexp(z, 1) - _of_label(z, y),
         lambda z, y: torch.softmax(z, 1) - _one_hot(z, y),
@@ -69,15 +99,13 @@ def multinomial() -> ScoreLoss:
 
 def squared() -> ScoreLoss:
     """(z − y)²/2; no bound on its slope without one on scores and labels."""
-    return ScoreLoss(
-        "squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0
-    )
+    return _built("squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0)
 
 
 def huber(knot: float = 1.0) -> ScoreLoss:
     """(z − y)²/2 up to |z − y| = `knot`, and straight beyond."""
     _require_positive("knot", knot)
-    return ScoreLoss(
+    return _built(
         f"huber({knot:g})",
         lambda z, y: F.huber_loss(z, y.to(z.dtype), reduction="none", delta=knot),
         lambda z, y: (z - y).clamp(-knot, knot),
@@ -89,7 +117,7 @@ def huber(knot: float = 1.0) -> ScoreLoss:
 
 def hinge() -> ScoreLoss:
     """max(0, 1 − yz), for labels −1 and +1; at the corner the derivative is taken as 0."""
-    return ScoreLoss(
+    return _built(
         "hinge",
         lambda z, y: (1 - y * z).clamp(min=0),
         lambda z, y: torch.where(y * z < 1, -y, 0.0).to(z.dtype),
@@ -109,7 +137,7 @@ def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
         inside = (1 + width - y * z).clamp(0, 2 * width)
         return inside.square() / (4 * width) + (1 - width - y * z).clamp(min=0)
 
-    return ScoreLoss(
+    return _built(
         f"smoothed_hinge({width:g})",
         value,
         lambda z, y: -y * (1 + width - y * z).clamp(0, 2 * width) / (2 * width),
@@ -133,7 +161,7 @@ def multiclass_hinge() -> ScoreLoss:
         lost = (1 + rival.amax(1) - _of_label(z, y) > 0).to(z.dtype)[:, None]
         return lost * (_one_hot(z, rival.argmax(1)) - _one_hot(z, y))
 
-    return ScoreLoss(
+    return _built(
         "multiclass_hinge",
         lambda z, y: (1 + others(z, y).amax(1) - _of_label(z, y)).clamp(min=0),
         derivative,
@@ -144,7 +172,7 @@ def multiclass_hinge() -> ScoreLoss:
 
 def poisson() -> ScoreLoss:
     """e^z − yz: counts with mean e^z; neither slope nor curvature has a bound."""
-    return ScoreLoss("poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y)
+    return _built("poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y)
 
 
 def savage() -> ScoreLoss:
@@ -158,7 +186,7 @@ def savage() -> ScoreLoss:
         return -2 * y * s.square() * torch.sigmoid(y * z)
 
     steepest = (15 - math.sqrt(33)) / 24  # where s of the second derivative turns
-    return ScoreLoss(
+    return _built(
         "savage",
         lambda z, y: torch.sigmoid(-y * z).square(),
         derivative,
@@ -178,7 +206,7 @@ def tangent() -> ScoreLoss:
         v = y * z
         return 4 * y * (2 * torch.atan(v) - 1) / (1 + v.square())
 
-    return ScoreLoss(
+    return _built(
         "tangent",
         lambda z, y: (2 * torch.atan(y * z) - 1).square(),
         derivative,
@@ -211,7 +239,7 @@ def bi_tempered(t1: float = 0.8, t2: float = 1.2, *, vector: bool = False) -> Sc
         escort = p.pow(t2) / p.pow(t2).sum(1, keepdim=True)
         return u - escort * u.sum(1, keepdim=True)
 
-    return ScoreLoss(
+    return _built(
         f"bi_tempered({t1:g}, {t2:g})",
         value if vector else lambda z, y: value(_two(z), (y > 0).long()),
         derivative if vector else lambda z, y: derivative(_two(z), (y > 0).long())[:, 1],
@@ -235,13 +263,13 @@ def custom(
     """A loss of one's own; its derivative is taken by autograd, record by record, if left out.
 
     `lipschitz`, `smoothness` and `convex` are the user's word. Objective and output perturbation
-    rest on them. Clipped gradients do not: they are clipped whatever was stated.
+    rest on them. Clipped gradients do not: they are clipped whatever was stated. Both functions
+    are applied to each record by itself.
     """
 
-    def alone(z: Tensor, y: Tensor) -> Tensor:
-        return value(z[None], y[None])[0]
+    def by_autograd(z: Tensor, y: Tensor) -> Tensor:
+        return torch.func.grad(lambda s: value(s, y).sum())(z)
 
-    by_autograd: OfScores = torch.func.vmap(torch.func.grad(alone))
     return ScoreLoss(name, value, derivative or by_autograd, lipschitz, smoothness, convex, vector)
 
 

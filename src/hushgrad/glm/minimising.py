@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from jaxtyping import Float64
@@ -30,7 +33,9 @@ def minimiser(
     """A θ at which Σℓ + Λ‖θ‖²/2 + <tilt, θ> has a gradient of norm at most `tolerance`.
 
     So it is within tolerance/Λ of the minimiser. By Newton's method with the gradient's norm as
-    its measure of progress: of a strongly convex objective every Newton step lessens it.
+    its measure of progress: of a smooth strongly convex objective every Newton step lessens it.
+    Where a loss has corners in its slope it may get stuck, and accelerated descent goes on, which
+    cannot: giving up would tell of the records.
     """
 
     def gradient(theta: Tensor) -> Tensor:
@@ -50,11 +55,41 @@ def minimiser(
                 break
             share /= 2
             moved = gradient(theta - share * step)
+        else:
+            break
         theta, now = theta - share * step, moved
+    steepest = strength + loss.smoothness * float(rows.sq_norms.sum())
+    return _descended(gradient, theta, strength, steepest, tolerance)
+
+
+def _descended(
+    gradient: Callable[[Tensor], Tensor],
+    theta: Tensor,
+    strength: float,
+    steepest: float,
+    tolerance: float,
+) -> Tensor:
+    """The same by accelerated descent, in a number of steps that its rate proves to suffice.
+
+    With κ = steepest/Λ, F − F* falls by 1 − 1/√κ a step from at most ‖∇F‖²/Λ, and ‖∇F‖² is at most
+    2·steepest·(F − F*).
+
+    Reference: Nesterov 2018, Lectures on Convex Optimization, Theorem 2.2.3.
+    """
+    now, root = gradient(theta), math.sqrt(steepest / strength)
+    ratio = 8 * root**2 * (float(now.norm()) / tolerance) ** 2
+    most = math.ceil(root * math.log(max(ratio, 2.0))) + 1 if math.isfinite(ratio) else 0
+    ahead = theta
+    for _ in range(most):
+        moved = ahead - gradient(ahead) / steepest
+        ahead, theta = moved + (root - 1) / (root + 1) * (moved - theta), moved
+        now = gradient(theta)
+        if now.norm() <= tolerance / 2:
+            return theta
     raise Refused(
-        f"expected a minimiser with a gradient below {tolerance / 2:.3g}, got {now.norm():.3g} "
-        f"after {_MOST_STEPS} steps, and the proof needs it; raise the regularization, or use "
-        'algorithm "sgd", which needs no minimiser'
+        f"expected a minimiser with a gradient below {tolerance / 2:.3g}, which the proof needs, "
+        "and did not find it, though a loss that is as convex and smooth as it states has one; "
+        'check the loss, raise the regularization, or use algorithm "sgd"'
     )
 
 

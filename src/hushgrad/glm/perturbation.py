@@ -56,6 +56,7 @@ TOLERANCE = 1e-4
 OUTPUT_SHARE = 0.01
 """The share of ε and δ that objective perturbation spends on hiding how far it was from there."""
 
+_UP = 1 + 1e-9  # the roundings of a row's norm: rows are refused where they are longer than this
 
 _NODES, _ONCE = np.polynomial.legendre.leggauss(24)
 _WEIGHTS = np.tile(_ONCE, 128)
@@ -87,6 +88,11 @@ class Problem:
                 f"expected a loss of bounded curvature, got {self.loss}; smooth it, or use "
                 'algorithm "sgd"'
             )
+        if (self.classes > 1) is not self.loss.vector or self.classes < 1:
+            raise Refused(
+                f"expected one row of parameters for a loss of one score, and two or more for one "
+                f"of several, got {self.classes} with {self.loss}; state the loss's own number"
+            )
         if self.relation is Relation.ZERO_OUT:
             raise Refused("expected add/remove or replace-one, got zero-out; use replace-one")
         positive = (self.row_norm, self.strength, self.epsilon)
@@ -99,12 +105,13 @@ class Problem:
     @property
     def gradient_norm(self) -> float:
         """L: the largest norm of a record's gradient."""
-        return self.loss.lipschitz * self.row_norm
+        return self.loss.lipschitz * self.row_norm * _UP
 
     @property
     def determinant(self) -> float:
         """c: by how much a record can move the logarithm of the Hessian's determinant."""
-        return self.classes * math.log1p(self.loss.smoothness * self.row_norm**2 / self.strength)
+        bend = self.loss.smoothness * (self.row_norm * _UP) ** 2
+        return self.classes * math.log1p(bend / self.strength)
 
 
 @dataclass(frozen=True)
@@ -277,7 +284,11 @@ def _released(
     budget: Budget | None,
     fingerprint: Fingerprint,
 ) -> Float64[Tensor, "classes width"]:
-    """The minimiser with noise, charged to the budget before it is released."""
+    """The minimiser with noise, charged to the budget before it is released.
+
+    A search that fails is charged too: that it did may depend on a record.
+    """
+    _require_short(rows, problem)
     entry = None
     if budget is not None:
         entry = budget.open(
@@ -286,6 +297,8 @@ def _released(
             plan={"loss": problem.loss.name, "strength": problem.strength, "l2": l2},
             fingerprint=fingerprint(budget.salt),
         )
+    if entry is not None:
+        entry.ahead(1)
     try:
         found = minimiser(
             rows,
@@ -297,12 +310,19 @@ def _released(
         )
     except BaseException:
         if entry is not None:
-            entry.settle(steps=0, event=None)  # nothing was released
+            entry.settle(steps=1, event=repeated(1, event))
         raise
-    if entry is not None:
-        entry.ahead(1)
     released = release(Bounded({NAME: found}, l2=l2), noise, rng=key, step=0)
     if entry is not None:
         entry.note(0, released.digest)
         entry.settle(steps=1, event=repeated(1, event))
     return released.values[NAME]
+
+
+def _require_short(rows: Rows, problem: Problem) -> None:
+    longest = float(rows.sq_norms.max()) if len(rows.sq_norms) else 0.0
+    if not longest <= (problem.row_norm * _UP) ** 2:
+        raise Refused(
+            f"expected rows of norm at most {problem.row_norm:.6g}, the bound that the noise is "
+            "for, got a longer one; make them by scaled_rows, and count in the intercept"
+        )

@@ -1,8 +1,8 @@
 """The rows x of all records: scaled to a stated bound once, with their norms, dense or sparse.
 
 A record's score is one row's product, whoever stands beside it. Kernels change the order of their
-sums with the shape of a matrix, so rows are padded with zeros to multiples of 8 and worked on in
-parts of at most 1024; scipy's sparse products go row by row.
+sums with the shape of a matrix, so rows are padded with zeros to multiples of 64, columns of θ
+too, and worked on in parts of at most 1024; scipy's sparse products go row by row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from numpy import ndarray
 from scipy import sparse
 from torch import Tensor
@@ -21,8 +21,14 @@ from torch import Tensor
 from hushgrad.aggregate import LARGEST_SUM
 from hushgrad.numerics import square_norms
 
-MULTIPLE = 8
-"""Parts have a multiple of this many rows; the last ones may be zeros."""
+MULTIPLE = 64
+"""Parts have a multiple of this many rows; the last ones may be zeros.
+
+Functions of an entry, such as a sigmoid, come in vectors of 16 with their last entries one by one,
+by other instructions that round otherwise; 8 rows were seen to be too few.
+"""
+
+_COLUMNS = 8  # θ is padded to a multiple of this many columns
 
 PART = LARGEST_SUM
 """The most records that are worked on at once."""
@@ -77,6 +83,8 @@ class DenseRows:
     def take(self, positions: slice | ndarray) -> DenseRows:
         if isinstance(positions, slice):
             start, stop, _ = positions.indices(self.count)
+            if stop < self.count and (stop - start) % MULTIPLE:  # what follows is not zeros
+                return self.take(np.arange(start, stop))
             cut = slice(start, start + _padded(stop - start))
             return DenseRows(self.x[cut], self.sq_norms[cut], stop - start)
         padded = np.full(_padded(len(positions)), len(self.x) - 1)
@@ -88,8 +96,8 @@ class DenseRows:
 
     def scores(self, theta: Tensor) -> Tensor:
         if len(self.x) <= PART:
-            return self.x @ theta.T
-        return torch.cat([part @ theta.T for part in self.x.split(PART)])
+            return scores_of(self.x, theta)
+        return torch.cat([scores_of(part, theta) for part in self.x.split(PART)])
 
     def combined(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
@@ -129,6 +137,20 @@ class SparseRows:
         return torch.from_numpy((self.x.T @ weighted).toarray())
 
 
+def scores_of(
+    x: Float[Tensor, "n width"], theta: Float[Tensor, "classes width"]
+) -> Float[Tensor, "n classes"]:
+    """<θ_k, x>, with the same bits for a row among any `MULTIPLE` of them.
+
+    One kernel for every shape: with 3 columns, or transposed ones, bits change with the rows.
+    """
+    if len(theta) == 1:
+        return x.mv(theta[0])[:, None]
+    columns = theta.new_zeros(theta.shape[1], -(-len(theta) // _COLUMNS) * _COLUMNS)
+    columns[:, : len(theta)] = theta.T
+    return (x @ columns)[:, : len(theta)]
+
+
 def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> Rows:
     """Rows divided by `feature_norm`, shortened to norm 1 where longer, and a constant behind.
 
@@ -153,7 +175,7 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -
         row = padded[start : start + len(part)]
         row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
         if intercept:
-            row[:, width] = intercept * (factor > 0)
+            row[:, width] = intercept * (factor > 0).double()  # a bool alone gives a float32
     return DenseRows(padded, square_norms(padded).upper, records)
 
 
@@ -165,7 +187,8 @@ def _shortening(part: Float64[Tensor, "n p"]) -> Float64[Tensor, " n"]:
 def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
     x = sparse.csr_array(features, dtype=np.float64, copy=True)
     x.sum_duplicates()  # a row's squares are those of its entries
-    x.data /= feature_norm
+    with np.errstate(over="ignore"):
+        x.data /= feature_norm
     bad = np.zeros(x.shape[0], dtype=bool)
     bad[np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))[~np.isfinite(x.data)]] = True
     x.data[~np.isfinite(x.data)] = 0.0
@@ -183,8 +206,8 @@ def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
     squares, places = np.zeros(x.shape[0]), np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
     with np.errstate(over="ignore"):
         np.add.at(squares, places, np.square(x.data))
-    longest = int(np.diff(x.indptr).max(initial=0))
-    return squares * (1 + (longest + 8) * 2.0**-53) + longest * np.finfo(np.float64).tiny
+    entries = np.diff(x.indptr)  # of each row by itself: no other record moves its bound
+    return squares * (1 + (entries + 8) * 2.0**-53) + entries * np.finfo(np.float64).tiny
 
 
 def _padded(count: int) -> int:

@@ -42,6 +42,7 @@ from hushgrad.algorithms import (
     rrpsgd,
     smallest,
 )
+from hushgrad.algorithms.output import choosing
 from hushgrad.algorithms.rates import (
     Problem,
     clipped_rate,
@@ -52,7 +53,6 @@ from hushgrad.algorithms.rates import (
     recursive_momentum_choice,
 )
 from hushgrad.clipping import Adaptive, abadi
-from hushgrad.algorithms.output import choosing
 from hushgrad.noise import Noise, laplace, release
 from hushgrad.noise.releasing import grid
 from hushgrad.sampling import FullBatch, WithoutReplacement

@@ -51,6 +51,7 @@ from hushgrad.execution import Execution
 from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, release
 from hushgrad.sampling import FullBatch
+from hushgrad.step import Pass, Term
 from hushgrad.types import Bounded
 
 C1 = 0.8
@@ -292,6 +293,29 @@ def test_a_client_that_is_not_finite_is_left_out(monkeypatch) -> None:
     seen = watched(plan, monkeypatch, records=(x, y))
     without = watched(plan, monkeypatch, records=(x[1:], y[1:]))
     assert_close(seen.sums[0].sum, without.sums[0].sum, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_client_keeps_its_bound_in_half_precision(dtype: torch.dtype) -> None:
+    """Trap 12: measured in float64, whatever the model's type; sums are float32 or wider."""
+    net = model().to(dtype)
+    x, y = clients()
+    for k in range(12):
+        one = (x[k : k + 1].to(dtype), y[k : k + 1])
+        work = Pass(loss_of(net), dict(net.named_parameters()), one, modules=(net,))
+        found = work.sum(lambda part: [Term(FedAvg(0.4, 2).updates(part), hg.normalize(0.1))])
+        assert all(each.dtype != dtype or dtype is torch.float32 for each in found.sum.values())
+        assert 0.099 < size({n: each.double() for n, each in found.sum.items()}) <= 0.1 * (1 + 1e-5)
+
+
+def test_a_hook_that_would_see_a_client_is_refused() -> None:
+    net = model()
+    next(net.parameters()).register_hook(lambda grad: grad)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    run = hg.train(net, optimizer, clients(), plan=plan_of(FedAvg(0.4)), rng=Rng.fixed(0))
+    with pytest.raises(Refused, match="gradient hook"):
+        for batch in run:
+            run.step(loss_of(net), batch)
 
 
 def test_local_training_leaves_the_model_where_it_was(monkeypatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import dp_accounting as dp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dp_accounting.dp_event import NoOpDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from plainly import (
@@ -48,6 +51,7 @@ from hushgrad.algorithms import (
     uniform,
 )
 from hushgrad.algorithms.algorithm import counted
+from hushgrad.algorithms.output import drawn
 from hushgrad.clipping import Adaptive, abadi, automatic
 from hushgrad.events import merged
 from hushgrad.execution import Execution
@@ -379,6 +383,64 @@ def test_a_stopped_run_is_charged_its_plan_whatever_was_drawn(tmp_path: Path) ->
     assert budget.spent["epsilon"] == plan.epsilon
 
 
+def test_a_draw_cannot_be_tried_again_until_it_suits(tmp_path: Path) -> None:
+    """Else one would wait for the longest run, which costs more than the mean of all."""
+    ledger = hg.Ledger(tmp_path / "ledger.sqlite")
+    plan = plan_of(Srm(GAMMA, abadi(C2), output=stopped()))
+    budget = ledger.set_budget("toy", epsilon=2.5 * plan.epsilon, delta=1e-2)
+
+    def begun(plan: hg.Plan) -> hg.Run:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return hg.train(net, optimizer, data(), plan=plan, rng=Rng.from_os(), budget=budget)
+
+    for _ in range(2):
+        run = begun(plan)
+        assert 1 <= len(run) <= 8
+        run.finish()
+    with pytest.raises(Refused):
+        begun(plan)
+    assert budget.spent["epsilon"] == pytest.approx(2 * plan.epsilon)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 64])
+def test_every_number_of_steps_is_drawn_alike(steps: int) -> None:
+    """A number that is drawn too often makes the mean of δ too small."""
+
+    class Evenly(Rng):
+        def __init__(self, place: float) -> None:
+            super().__init__(bytes(32), reproducible=True)
+            self.place = place
+
+        def derive(self, *labels: int | str | bytes) -> Rng:
+            return self
+
+        def uniforms(self, count: int, *, start: int = 0) -> np.ndarray:
+            return np.full(count, self.place)
+
+    places = (np.arange(steps * 100) + 0.5) / (steps * 100)
+    counts = Counter(drawn(steps, Evenly(float(place))) for place in places)
+    assert counts == dict.fromkeys(range(1, steps + 1), 100)
+
+
+def test_releases_of_one_batch_are_charged_together() -> None:
+    plan = plan_of(SpiderBoost(3, PerDistance(1.0), anchor_noise=2.0))
+    assert plan.released_again([2, 3, 4], times=4) == dp.ComposedDpEvent(
+        [
+            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.2, gaussian(0.35)), 2),
+            dp.SelfComposedDpEvent(gaussian(0.7), 1),
+        ]
+    )
+
+
+def test_metrics_ride_beside_both_terms(monkeypatch) -> None:
+    """Their room is a share of the bound on both, and the noise grows with it."""
+    plan = plan_of(Srm(GAMMA, abadi(C2)), metrics=Metrics(share=0.1))
+    seen = watched(plan, monkeypatch)
+    both = math.hypot(1.0, 0.1) * (GAMMA * C1 + (1 - GAMMA) * C2)
+    assert all(found.l2 == bound(both) for found in seen.sums[1:])
+
+
 # --- through the library ---
 
 
@@ -520,7 +582,7 @@ def test_a_step_asks_once() -> None:
         round.mean(lambda part: [Term(part.here, abadi(1.0))])
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 8])
+@pytest.mark.parametrize("steps", [0, 1, 2, 7, 8])
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -533,7 +595,7 @@ def test_a_step_asks_once() -> None:
 )
 def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
     plan = plan_of(algorithm)
-    parts = merged(plan.event(steps))
+    parts = [part for part in merged(plan.event(steps)) if part[0] != NoOpDpEvent()]
     stages = counted(plan.stage(step) for step in range(steps))
     expected = [
         (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)

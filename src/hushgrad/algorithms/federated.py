@@ -12,11 +12,12 @@ from torch import Tensor
 
 from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
 from hushgrad.algorithms.output import Output, last
+from hushgrad.numerics import wide
 from hushgrad.persample import Gradients
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors
 from hushgrad.persample.records import count, map_tensors
-from hushgrad.persample.watch import restored
+from hushgrad.persample.watch import check_parameters, restored
 from hushgrad.points import point, swapped
 from hushgrad.step import Part, Round, Term
 from hushgrad.types import Params
@@ -72,6 +73,7 @@ class FedAvg:
 
     def updates(self, part: Part) -> Gradients:
         """θ − θ_k for each client, one client at a time, with the loss that it starts from."""
+        check_parameters(part.params)  # a hook would see one client's gradient
         clients = count(part.batch)
         found = [self._trained(part, k) for k in range(clients)]
         factors: Factors = {
@@ -98,4 +100,6 @@ class FedAvg:
                 for p, grad in zip(tensors, grads, strict=True):
                     if grad is not None:
                         p.data = p.data - self.local_rate * grad
-            return {n: before[n] - p.data for n, p in part.params.items()}, losses[0]
+            # In float32 at least: a sum in bfloat16 would not keep the bound.
+            moved = {n: wide(before[n]) - wide(p.data) for n, p in part.params.items()}
+            return moved, losses[0]

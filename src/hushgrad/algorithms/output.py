@@ -115,7 +115,9 @@ def uniform() -> Output:
 def stopped() -> Output:
     """The point at which the run stops, after a number of steps drawn from 1 up to T.
 
-    The number is drawn before the first step and is public. As only one of the T runs happens,
+    The number is drawn before the first step and is public. So a run that was made is spent, and
+    its budget charged, whether it goes on or not: drawing until a number suits would be another
+    mechanism. As only one of the T runs happens,
     δ(ε) is the mean of theirs. That holds only while nothing but the number and the last point
     leaves: metrics, a folder and checkpoints are refused, and the model in the loop is private.
 

@@ -119,7 +119,8 @@ class Entry:
     def settle(self, *, steps: int, event: DpEvent | None) -> None:
         """End the run after `steps` steps that did `event` together; what is unused may come back.
 
-        Under `total` the plan's cost stays, unless nothing was ever reserved. Under `renyi` the
+        Under `total` the plan's cost stays, unless nothing was ever reserved and the number of
+        steps was not drawn. Under `renyi` the
         cost becomes that of `event`, or of as many steps as may have been released: those that
         were noted, and those reserved before this process took over. Where that cannot be told
         from `event`, or `event` is None, or the number of steps was drawn, the plan's cost stays.
@@ -219,12 +220,14 @@ def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
 
 
 def _settled_cost(account: Account, row: Row, plan: Charge, *, done: DpEvent | None) -> Amounts:
-    if row.position == 0:
-        return (0.0,) * len(plan.cost)
     # Where the steps were drawn beforehand, the cost is that of the draw: giving back what a
     # small number leaves over, and no more than the draw's for a large one, would under-count.
-    drawn = MixedDpEvent.__name__ in plan.event
-    if done is None or drawn or not account.rule.refunds:
+    # Nor is a run given back that took no step: the number is known, and could be drawn anew.
+    if MixedDpEvent.__name__ in plan.event:
+        return plan.cost
+    if row.position == 0:
+        return (0.0,) * len(plan.cost)
+    if done is None or not account.rule.refunds:
         return plan.cost
     if isinstance(done, NoOpDpEvent):
         return (0.0,) * len(plan.cost)

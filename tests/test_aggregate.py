@@ -12,6 +12,7 @@ from hushgrad.clipping import abadi
 from hushgrad.execution import fitting_micro_batch
 from hushgrad.grouping import per_layer
 from hushgrad.persample import Form, dense, loop, per_sample, traced
+from hushgrad.persample.factors import Outer
 from hushgrad.types import Loss
 
 
@@ -39,6 +40,20 @@ def test_micro_batches_add_up_under_one_bound() -> None:
 def test_sums_that_do_not_match_are_not_added(other: Bounded) -> None:
     with pytest.raises(ValueError, match=r"one bound and the same parameters.*same rule and group"):
         Bounded({"w": torch.ones(2)}, 0.5) + other
+
+
+@pytest.mark.parametrize("positions", [1, 4])
+def test_rounding_of_a_wide_layers_sum_stays_far_below_its_slack(positions: int) -> None:
+    """Records that point the same way make the sum, and its rounding, as large as can be."""
+    records, width = 1024, 128
+    a, b = (torch.randn(1, positions, width) for _ in range(2))
+    a, b = (x + 0.01 * torch.randn(records, positions, width) for x in (a, b))
+    weights = 1 / (b.mT.double() @ a.double()).flatten(1).norm(dim=1)
+    full = Outer(a, b).weighted_sum(weights)
+    for at in (0, 100, records - 1):
+        rest = Outer(a, b).weighted_sum(weights.index_fill(0, torch.tensor([at]), 0))
+        own = weights[at] * (b[at].double().mT @ a[at].double())
+        assert (full.double() - rest.double() - own).norm() < 0.5 * SUM_SLACK
 
 
 def test_the_bound_carries_the_slack_of_the_sum() -> None:

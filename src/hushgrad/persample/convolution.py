@@ -113,7 +113,10 @@ _PIECE = 2**22  # bytes of gradients that one call writes: it needs three times 
 def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """All per-sample weight gradients, some records at a time, so that little memory is needed."""
     batch, size = len(x), math.prod(geometry.weight) * x.element_size()
-    write = _folded if _is_worth_folding(geometry) else _grouped
+    write = _grouped
+    if _is_worth_folding(geometry):  # the copies of the input may be larger than what is written
+        write, copies = _folded, geometry.weight[-1] / geometry.stride[-1]
+        size = max(size, int(2 * copies * x[0].nbytes))
     some = max(_PIECE // size // MULTIPLE, 1) * MULTIPLE
     if batch <= some:
         return write(x, gradient, geometry)

@@ -92,7 +92,11 @@ def test_draws_are_the_quantile_asked_for(quantile: float) -> None:
 
 
 def _scaled(layer: nn.Module, beta: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: (layer(x)[:, 0] - beta * layer(x)[:, 0].mean().detach()).square()
+    def loss(x: Tensor) -> Tensor:
+        y = layer(x)[:, 0]
+        return (y - beta * y.mean().detach() if beta else y).square()
+
+    return loss
 
 
 def _default(layer: nn.Module, inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

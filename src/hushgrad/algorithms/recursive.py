@@ -112,7 +112,8 @@ class Srm:
         first, other = self.stage(0, course), self.stage(1, course)
         if first == other:
             return composed([(first, steps)], noise_multiplier, course)
-        return composed([(first, min(steps, 1)), (other, max(steps - 1, 0))], noise_multiplier, course)
+        stages = [(first, min(steps, 1)), (other, max(steps - 1, 0))]
+        return composed(stages, noise_multiplier, course)
 
     def check(self, course: Course) -> None:
         """Refuse a first batch that cannot be drawn, and what the output rule does not cover."""

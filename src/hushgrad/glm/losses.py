@@ -268,7 +268,8 @@ def custom(
     """
 
     def by_autograd(z: Tensor, y: Tensor) -> Tensor:
-        return torch.func.grad(lambda s: value(s, y).sum())(z)
+        slopes: Tensor = torch.func.grad(lambda s: value(s, y).sum())(z)
+        return slopes
 
     return ScoreLoss(name, value, derivative or by_autograd, lipschitz, smoothness, convex, vector)
 

@@ -207,7 +207,8 @@ def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
     with np.errstate(over="ignore"):
         np.add.at(squares, places, np.square(x.data))
     entries = np.diff(x.indptr)  # of each row by itself: no other record moves its bound
-    return squares * (1 + (entries + 8) * 2.0**-53) + entries * np.finfo(np.float64).tiny
+    upper: Float64[ndarray, " n"] = squares * (1 + (entries + 8) * 2.0**-53)
+    return upper + entries * np.finfo(np.float64).tiny
 
 
 def _padded(count: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
@@ -65,7 +65,7 @@ def per_sample(
     if size == 0:
         device = next(iter(params.values())).device
         return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
-    batch = records.map_tensors(Tensor.detach, batch)
+    batch = records.laid_out(batch)
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
@@ -102,7 +102,7 @@ def certificate_for(
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
-    return certify(subject, forms, batch, records.count(batch))
+    return certify(subject, forms, records.laid_out(batch), records.count(batch))
 
 
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:

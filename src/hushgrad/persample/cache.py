@@ -23,6 +23,11 @@ Key = tuple[Hashable, ...]
 _Alive = Callable[[], Any]
 _MOST_KEYS = 64
 _MOST_VARIANTS = 8
+# Hooks that every module has, which `torch.compile` does not look at again.
+_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(
+    vars(nn.modules.module)[f"_global_{kind}_hooks"]
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
 
 
 class Cache:
@@ -33,18 +38,24 @@ class Cache:
 
     def get(self, key: Key) -> list[Certificate]:
         alive, certificates = self._entries.get(key, ([], []))
-        if any(reference() is None for reference in alive):
+        if _any_gone(alive):
             del self._entries[key]  # its ids may have passed to other objects
             return []
         return list(certificates)
 
     def add(self, key: Key, certificate: Certificate, subject: Subject) -> None:
         _, certificates = self._entries.pop(key, ([], []))
+        for old in [k for k, (alive, _) in self._entries.items() if _any_gone(alive)]:
+            del self._entries[old]  # nobody can ask for it again, and it may hold programs
         spoken_of = (*subject.params.values(), *_held(subject.loss))
         alive = [_reference(x) for x in spoken_of]
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
             self._entries.popitem(last=False)
+
+
+def _any_gone(alive: list[_Alive]) -> bool:
+    return any(reference() is None for reference in alive)
 
 
 def _reference(x: Any) -> _Alive:
@@ -65,6 +76,7 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
     return (
         tuple([(name, id(p), p.dtype, p.shape) for name, p in subject.params.items()]),
         tuple([_switches(child) for module in subject.modules for child in module.modules()]),
+        tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
         tuple([_value(x) for x in _held(subject.loss)]),
         forms,
         subject.idle,

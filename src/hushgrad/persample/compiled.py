@@ -30,7 +30,7 @@ from hushgrad.persample.oracle import Precision, apart, differs
 from hushgrad.persample.probes import beside_others
 from hushgrad.persample.settled import Stacked, settle
 from hushgrad.persample.sites import Replaying, Site, Unforeseen
-from hushgrad.persample.subject import Subject, contents
+from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import trace
 from hushgrad.persample.watch import same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 VECTOR = 32
 """Programs are for multiples of so many records, which leave no vector of numbers half full."""
+
+_MOST_CHANGES = 8  # programs besides one for each number of records
 
 
 @dataclass
@@ -50,7 +52,7 @@ class _Pass:
     padded: int
     sites: tuple[Site, ...]
     gradients: Gradients | None = None
-    new: bool = False  # was its program made in this run?
+    program: _Program | None = None
 
 
 class Compiled:
@@ -59,8 +61,7 @@ class Compiled:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._code: CodeType | None = None
-        self._loss: Loss | None = None
-        self._function: Callable[[Batch], Tensor] | None = None
+        self._backend = self._recorded  # one object, by which torch.compile knows its own
         self._current: _Pass | None = None
         self._sizes: set[int] = set()
         self._steps = 0
@@ -71,20 +72,22 @@ class Compiled:
         if subject.free_buffers:
             raise NotCovered("it moves buffers of the model")
         draws = _Draws()
-        gradients, new = self._run(subject, batch, size, padded, sites)
+        gradients, program = self._run(subject, batch, size, padded, sites)
         self._steps += 1
-        if new or self._steps & (self._steps - 1) == 0:  # and at steps 1, 2, 4, 8 ...
+        if not program.proved or self._steps & (self._steps - 1) == 0:  # and at 1, 2, 4, 8 ...
+            program.proved = False  # also if the proof does not come to an end
             self._prove(subject, batch, padded, sites, draws)
+            program.proved = True
             draws.again()
             gradients, _ = self._run(subject, batch, size, padded, sites)
         return gradients
 
     def _run(
         self, subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
-    ) -> tuple[Gradients, bool]:
+    ) -> tuple[Gradients, _Program]:
         self._current = current = _Pass(subject.params, size, padded, sites)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._guards():
                 self._captured(subject.loss)(batch)
         except (Refused, Unforeseen):
             raise
@@ -93,28 +96,37 @@ class Compiled:
             raise NotCovered(reason) from error
         finally:
             self._current = None
-        if current.gradients is None:
+        if current.gradients is None or current.program is None:
             raise NotCovered("torch.compile found nothing to compile")
-        return current.gradients, current.new
+        return current.gradients, current.program
+
+    def _guards(self) -> Any:
+        """Settings of `torch.compile`: hooks that come later are seen, and each size may compile.
+
+        What is left of its limit is for a loss that changes, which compiles again for each value.
+        """
+        from torch._dynamo import config
+
+        return config.patch(
+            skip_nnmodule_hook_guards=False, recompile_limit=_MOST_CHANGES + len(self._sizes)
+        )
 
     def _captured(self, loss: Loss) -> Callable[[Batch], Tensor]:
         """The loss for `torch.compile`, which remembers what it compiled by a function's code.
 
-        A copy of the code goes with this certificate. A lambda made anew at each step is the one
-        before it, if it closes over the same objects.
+        A copy of the code goes with this certificate, so that a lambda made anew at each step is
+        the one before it. Nothing else is kept: a loss holds its model.
         """
-        if self._function is None or not _same(loss, self._loss):
-            whole = loss if isinstance(loss, FunctionType) else _call(loss)
-            self._code = self._code or whole.__code__.replace()
-            own = FunctionType(
-                self._code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__
-            )
-            own.__kwdefaults__ = whole.__kwdefaults__
-            self._loss, self._function = (
-                loss,
-                torch.compile(own, backend=self._recorded, fullgraph=True, dynamic=False),
-            )
-        return self._function
+        whole = loss if isinstance(loss, FunctionType) else _call(loss)
+        self._code = self._code or whole.__code__.replace()
+        own = FunctionType(
+            self._code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__
+        )
+        own.__kwdefaults__ = whole.__kwdefaults__
+        function: Callable[[Batch], Tensor] = torch.compile(
+            own, backend=self._backend, fullgraph=True, dynamic=False
+        )
+        return function
 
     def _recorded(self, graph: fx.GraphModule, _: Any) -> Callable[..., tuple[Tensor, ...]]:
         """What `torch.compile` runs in the place of a graph that it captured."""
@@ -125,7 +137,8 @@ class Compiled:
             current = self._current
             assert current is not None
             if program is None:
-                program, current.new = _record(graph, inputs, current), True
+                program = _record(graph, inputs, current)
+            current.program = program
             losses, current.gradients = program.run(inputs, current)
             return (losses,)
 
@@ -169,23 +182,6 @@ def _call(loss: Loss) -> FunctionType:
 
     assert isinstance(whole, FunctionType)
     return whole
-
-
-def _same(loss: Loss, before: Loss | None) -> bool:
-    """Do two functions of one code close over the same objects?"""
-    if loss is before:
-        return True
-    if not isinstance(loss, FunctionType) or not isinstance(before, FunctionType):
-        return False
-    now, then = (
-        [
-            *map(contents, f.__closure__ or ()),
-            *(f.__defaults__ or ()),
-            *(f.__kwdefaults__ or {}).values(),
-        ]
-        for f in (loss, before)
-    )
-    return len(now) == len(then) and all(x is y for x, y in zip(now, then, strict=True))
 
 
 def _norms_are_of_the_factors(gradients: Gradients, params: Params) -> bool:
@@ -248,10 +244,11 @@ class _Held:
         return uses, Rough(**{field: next(tensors) for field in self.rough}) if self.rough else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Program:
     code: Callable[..., Any]
     layout: list[_Held]
+    proved: bool = False
 
     def run(self, inputs: tuple[Any, ...], current: _Pass) -> tuple[Tensor, Gradients]:
         with torch.no_grad(), exact_products(next(iter(current.params.values())).device):

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from hushgrad.persample.neutral import WithoutRandomness
 from hushgrad.persample.oracle import Evidence, Oracle, view
-from hushgrad.persample.probes import beside_others, variations
+from hushgrad.persample.probes import (
+    beside_nan,
+    beside_others,
+    beside_variations,
+    variations,
+)
 from hushgrad.persample.records import MULTIPLE, cut, padded_size
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
@@ -86,12 +91,27 @@ def _check_bits(passes: Passes, size: int) -> None:
     """
     oracle = passes.oracle
     reference, program = passes.probe(size)
+    for losses, ran in _beside(passes, size):
+        if not _same(losses[::2], reference[::2], oracle.precision.loss):
+            raise _mixed("beside others", size) if ran == program else Refused(OTHER_PROGRAM)
+
+
+def _beside(passes: Passes, size: int) -> Iterator[tuple[Tensor, int]]:
+    """Passes beside loud records, beside such as are not numbers, and beside varied ones."""
+    probe = passes.oracle.probe(size)
+    loud = _unless_refused(passes, beside_others(probe, loud=True), size)
+    yield loud or passes.run(beside_others(probe, loud=False), size)
+    for mates in (beside_nan, beside_variations):
+        found = _unless_refused(passes, mates(probe), size)
+        if found is not None:
+            yield found
+
+
+def _unless_refused(passes: Passes, batch: Batch, size: int) -> tuple[Tensor, int] | None:
     try:
-        losses, ran = passes.run(beside_others(oracle.probe(size), loud=True), size)
-    except Exception:  # the model refuses such records
-        losses, ran = passes.run(beside_others(oracle.probe(size), loud=False), size)
-    if not _same(losses[::2], reference[::2], oracle.precision.loss):
-        raise _mixed("beside others", size) if ran == program else Refused(OTHER_PROGRAM)
+        return passes.run(batch, size)
+    except Exception:  # the model takes no such records
+        return None
 
 
 def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:

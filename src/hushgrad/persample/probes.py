@@ -70,34 +70,63 @@ def distinct(batch: Batch) -> list[int]:
 
 
 def _vary(x: Tensor, generator: torch.Generator, *, by: float = 0.1) -> Tensor:
-    """Shift real entries by this share; draw others anew from the range that they have shown."""
+    """Shift real entries by this share; draw others anew from the values that they have shown."""
     if x.is_floating_point():
         noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
         return x + by * noise * (x.abs() + 0.1)
     if not x.numel() or x.is_complex():
         return x
-    low, high = int(x.min()), int(x.max())
-    if low == high:
-        low, high = min(low, 0), max(high, 1)
-    return torch.randint(low, high + 1, x.shape, generator=generator).to(x.device, x.dtype)
+    # From the values themselves, not from all between: a label of -100 stands for none.
+    known = x.unique()
+    if len(known) == 1:
+        known = torch.cat([known, known.new_tensor([0, 1])]).unique()
+    drawn = torch.randint(len(known), x.shape, generator=generator)
+    varied: Tensor = known[drawn.to(x.device)]
+    return varied
 
 
-_LOUDNESS = (1.0, -30.0, 1e3, 1e6)
+_LOUDNESS = (1.0, -30.0, 1e3, -1e6)  # the loudest turns the sign of every sum over the batch
 
 
 def beside_others(batch: Batch, *, loud: bool) -> Batch:
     """The batch with every second record replaced by its neighbour, the loud ones multiplied."""
-    count = records.count(batch)
-    odd = torch.arange(count) % 2 == 1
-    factor = torch.tensor(
-        [_LOUDNESS[i // 2 % len(_LOUDNESS)] if loud else 1.0 for i in range(count)]
+    factors = [_LOUDNESS[i // 2 % len(_LOUDNESS)] for i in range(records.count(batch))]
+
+    def neighbour(x: Tensor) -> Tensor:
+        other = x.roll(1, 0)
+        if not loud or not x.is_floating_point():
+            return other
+        factor = torch.tensor(factors).to(x.device, x.dtype)
+        return other * factor.view(-1, *[1] * (x.dim() - 1))
+
+    return _beside(batch, records.map_tensors(neighbour, batch))
+
+
+def beside_nan(batch: Batch) -> Batch:
+    """The batch with every second record not a number: what they touch at all is none either."""
+    return _beside(
+        batch,
+        records.map_tensors(
+            lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x, batch
+        ),
     )
 
+
+def beside_variations(batch: Batch) -> Batch:
+    """The batch with every second record varied, also in what all of them have in common.
+
+    Such is a mask that leaves nothing out in these records, and will in others.
+    """
+    return _beside(batch, variations(batch, seed=0))
+
+
+def _beside(batch: Batch, others: Batch) -> Batch:
+    """Every second record from others."""
+    odd = torch.arange(records.count(batch)) % 2 == 1
+    mates = iter(records.tensors(others))
+
     def replaced(x: Tensor) -> Tensor:
-        shape = (-1, *[1] * (x.dim() - 1))
-        other = x.roll(1, 0)
-        if x.is_floating_point():
-            other = other * factor.to(x.device, x.dtype).view(shape)
-        return torch.where(odd.to(x.device).view(shape), other, x)
+        place = odd.to(x.device).view(-1, *[1] * (x.dim() - 1))
+        return torch.where(place, next(mates), x)
 
     return records.map_tensors(replaced, batch)

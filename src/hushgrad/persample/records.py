@@ -65,6 +65,21 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
     return map_tensors(lambda x: x[start:stop], batch)
 
 
+def laid_out(batch: Batch) -> Batch:
+    """The batch without its graph, in memory as its padded copy is.
+
+    Kernels change their bits with the layout too, and only some batches need padding. Pictures may
+    have their channels last, which padding keeps.
+    """
+    return map_tensors(_laid_out, batch)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    return x.detach() if last else x.detach().contiguous()
+
+
 def zeros_like(batch: Batch) -> Batch:
     """Records of the batch's structure that are all zero."""
     return map_tensors(lambda x: x.new_zeros(MULTIPLE, *x.shape[1:]), batch)

@@ -207,8 +207,9 @@ def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
     with np.errstate(over="ignore"):
         np.add.at(squares, places, np.square(x.data))
     entries = np.diff(x.indptr)  # of each row by itself: no other record moves its bound
-    upper: Float64[ndarray, " n"] = squares * (1 + (entries + 8) * 2.0**-53)
-    return upper + entries * np.finfo(np.float64).tiny
+    lost = entries * float(np.finfo(np.float64).tiny)
+    upper: Float64[ndarray, " n"] = squares * (1 + (entries + 8) * 2.0**-53) + lost
+    return upper
 
 
 def _padded(count: int) -> int:

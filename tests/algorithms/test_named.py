@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.algorithms.named import NAMED
 from hushgrad.builtin import classifier
 from hushgrad.cli import app
+from hushgrad.guarantee import up
 from hushgrad.types import Relation
 
 
@@ -43,3 +45,16 @@ def test_a_name_that_there_is_not_is_told(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "spiderboost" in result.output
     assert not (tmp_path / "run").exists()
+
+
+def test_the_closed_form_stands_beside_the_accountants() -> None:
+    asked = ["account", "--steps", "10000", "--delta", "1e-7", "--records", "1000000"]
+    asked += ["--batch", "500", "--sampling", "without-replacement", "--relation", "replace-one"]
+    asked += ["--accountant", "rdp", "--noise-multiplier"]
+    row = {}
+    for noise in ("6", "1"):  # at 1 the condition of Lemma 3.7 on the noise fails
+        result = CliRunner().invoke(app, [*asked, noise])
+        assert result.exit_code == 0, result.output
+        row[noise] = next(x for x in result.output.splitlines() if "DP-SRM" in x).split()[-3:]
+    formula = sampled_gaussian_epsilon(6.0, rate=5e-4, steps=10_000, delta=1e-7)
+    assert row == {"6": ["–", up(formula), "–"], "1": ["–", "–", "–"]}

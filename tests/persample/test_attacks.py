@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import private
+from compare import check, private
 from torch import Tensor, nn
 
 from hushgrad.persample import Gradients, auto, compiled, per_sample, traced
@@ -71,7 +71,24 @@ def test_a_mask_that_is_dropped_where_no_record_needs_it() -> None:
 
     batch = (torch.randn(16, 5), torch.ones(16, 5, dtype=torch.long))
     with pytest.raises(Refused, match="runs other operations beside other records"):
-        per_sample(loss, private(model), batch, modules=(model,))
+        per_sample(loss, private(model), batch, modules=(model,), form=traced)
+    assert per_sample(loss, private(model), batch, modules=(model,)).form == "loop"
+
+
+def test_mates_that_move_only_the_last_bits_leave_each_record_to_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where a record stands in a sorted batch moves its rounding, which no bound covers."""
+    model = mlp().double()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum(1) * (1 + 1e-14 * (x > 0).sum())
+
+    x = torch.randn(16, 5, dtype=torch.float64)
+    with pytest.raises(Refused, match="if only by rounding"):
+        per_sample(loss, private(model), x, modules=(model,), form=traced)
+    assert check(loss, model, x, form=auto).form == "loop"
+    assert "if only by rounding" in caplog.text
 
 
 def test_varied_labels_are_labels() -> None:

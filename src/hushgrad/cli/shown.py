@@ -8,8 +8,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from hushgrad.accounting import ACCOUNTANTS, Accountant
+from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.cli.chart import Curve, drawn
-from hushgrad.cli.question import Question
+from hushgrad.cli.question import Question, SamplingName
 from hushgrad.guarantee import up
 from hushgrad.types import Refused, Relation
 
@@ -53,7 +54,25 @@ def _table(question: Question, accountant: Accountant, spent: float) -> Table:
         known = {question.relation: spent} if other is accountant else {}
         cells = [_cell(question, other, relation, known) for relation in Relation]
         table.add_row(other.name, *cells)
+    if question.batches.name is SamplingName.WITHOUT_REPLACEMENT:
+        formula = _closed_form(question)
+        cells = [formula if relation is Relation.REPLACE_ONE else "–" for relation in Relation]
+        table.add_row("DP-SRM's lemmas", *cells)
     return table
+
+
+def _closed_form(question: Question) -> str:
+    """ε by the formula of a paper, where its conditions hold: to be seen beside the accountants."""
+    try:
+        found = sampled_gaussian_epsilon(
+            question.noise_multiplier,
+            rate=question.batches.rate,
+            steps=question.steps,
+            delta=question.delta,
+        )
+    except Refused:
+        return "–"
+    return up(found)
 
 
 def _cell(

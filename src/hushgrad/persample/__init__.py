@@ -78,8 +78,8 @@ def per_sample(
         _certificates.add(key, certificate, subject)
     _log.info("certified the form %s for %d parameters", certificate.form, len(params))
     for name, reason in certificate.why_not.items():
-        asked_for = name == compiled.name
-        _log.log(logging.WARNING if asked_for else logging.INFO, "not %s: %s", name, reason)
+        noticed = name == compiled.name or certificate.form.alone  # it was asked for, or it is slow
+        _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
     gradients = _run(certificate, subject, batch)
     if gradients is None:
         raise Refused(

@@ -107,10 +107,12 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
             multiple = _coarse(multiple, size)
         largest = records.padded_size(size, multiple)
         sizes = (*probe_sizes(subject.params, few), largest)
-        check_independence(passes, sizes, evidence)
+        moved = check_independence(passes, sizes, evidence)
         for form in forms:
             try:
                 run, sites = _certify_form(form, subject, oracle, largest, evidence)
+                if moved and not form.alone:
+                    raise NotCovered(moved)
             except NotCovered as refusal:
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
@@ -360,7 +362,9 @@ def _retest(
         oracle = consult(subject, few)
         if oracle.count == 0:
             return
-        check_independence(Passes(subject, oracle), [padded], certificate.evidence)
+        moved = check_independence(Passes(subject, oracle), [padded], certificate.evidence)
+        if moved and not certificate.form.alone:
+            raise Refused(moved)
         if certificate.form.replays:
             wrong = _replayed(subject, oracle, certificate.sites, padded, certificate.evidence)
             if wrong:

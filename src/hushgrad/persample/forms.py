@@ -32,6 +32,7 @@ class Form:
     name: str
     run: Run
     replays: bool = False  # does it follow the call sites that were certified?
+    alone: bool = False  # does each record run by itself, so that no mate can move its last bits?
     compiles: Callable[[Precision], Run] | None = None
 
     def start(self, precision: Precision) -> Run:
@@ -77,7 +78,7 @@ def _run_loop(subject: Subject, batch: Batch, size: int, _: int, __: tuple[Site,
 dense = Form("dense", _run_dense)
 """`torch.func.vmap(grad)`: any model that is a pure function of one record."""
 
-loop = Form("loop", _run_loop)
+loop = Form("loop", _run_loop, alone=True)
 """One record at a time."""
 
 auto = (traced, dense, loop)

@@ -52,12 +52,17 @@ class Passes:
         return self._known[size]
 
 
-def check_independence(passes: Passes, sizes: Sequence[int], evidence: Evidence) -> None:
-    """Refuse a loss in which records meet, in batches of any of these sizes."""
+def check_independence(passes: Passes, sizes: Sequence[int], evidence: Evidence) -> str | None:
+    """Refuse a loss in which records meet, in batches of any of these sizes.
+
+    Returned is why records have to be run one at a time, or None if they need not.
+    """
+    moved = None
     for one in _views(passes):
         for size in sizes:
             _check_values(one, size, evidence)
-        _check_bits(one, sizes[-1])
+        moved = _moved(one, sizes[-1]) or moved
+    return moved
 
 
 def _views(passes: Passes) -> Iterator[Passes]:
@@ -82,18 +87,22 @@ def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
         raise _mixed("alone", size)
 
 
-def _check_bits(passes: Passes, size: int) -> None:
-    """Beside other records, also very loud ones, a record's loss must keep its bits.
+def _moved(passes: Passes, size: int) -> str | None:
+    """How other records, also very loud ones, move the last bits of a record's loss, if they do.
 
     A comparison of values has a tolerance, below which a weak coupling hides until a record is
     large. The same shape gives the same kernels, so here none is needed. Rounding is not let pass
     either where a model runs other operations for other mates: one record would move them all.
     """
-    oracle = passes.oracle
     reference, program = passes.probe(size)
+    moved, tolerance = None, passes.oracle.precision.loss
     for losses, ran in _beside(passes, size):
-        if not _same(losses[::2], reference[::2], oracle.precision.loss):
-            raise _mixed("beside others", size) if ran == program else Refused(OTHER_PROGRAM)
+        own, before = losses[::2], reference[::2]
+        if not _near(own, before, tolerance):
+            raise _mixed("beside others", size)
+        if not _same(own, before):
+            moved = OTHER_BITS if ran == program else OTHER_PROGRAM
+    return moved
 
 
 def _beside(passes: Passes, size: int) -> Iterator[tuple[Tensor, int]]:
@@ -114,12 +123,20 @@ def _unless_refused(passes: Passes, batch: Batch, size: int) -> tuple[Tensor, in
         return None
 
 
-def _same(x: Tensor, y: Tensor, tolerance: float) -> bool:
-    if x.device.type == "cpu":
-        return same_bits(x, y)
+def _same(x: Tensor, y: Tensor) -> bool:
+    """By bits, where kernels are the same in every run: on other devices, values have to do."""
+    return x.device.type != "cpu" or same_bits(x, y)
+
+
+def _near(x: Tensor, y: Tensor, tolerance: float) -> bool:
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+OTHER_BITS = (
+    "the loss of a record depends on its mates, if only by rounding: it has other last bits beside "
+    "other records, as where a model sorts its batch (packed sequences); compute each record's "
+    "loss at its own place in the batch"
+)
 OTHER_PROGRAM = (
     "the loss of a record depends on its mates: the model runs other operations beside other "
     "records, as attention does that drops its mask when no record of the batch is padded, and one "

@@ -152,3 +152,22 @@ def test_a_loss_of_ones_own_cannot_look_at_other_records(branching: bool) -> Non
         for function in (loss.value, loss.derivative):
             torch.testing.assert_close(function(z, y)[:3], function(z[:3], y[:3]), rtol=0, atol=0)
             assert function(z[:0], y[:0]).shape == (0,)
+
+
+def test_softmax_reaches_its_curvature_and_no_more() -> None:
+    """At p = (½, ½, 0, …) the largest eigenvalue of its Hessian is ½."""
+    loss = losses.multinomial()
+    rng = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(200, 5, dtype=torch.float64, generator=rng)
+    scores[0] = torch.tensor([30.0, 30.0, -30.0, -30.0, -30.0])
+    y = torch.zeros(1, dtype=torch.long)
+    largest = [
+        float(
+            torch.linalg.eigvalsh(torch.func.jacrev(lambda s: loss.derivative(s[None], y)[0])(z))[
+                -1
+            ]
+        )
+        for z in scores
+    ]
+    assert largest[0] <= loss.smoothness * (1 + 1e-12) and largest[0] >= 0.999 * loss.smoothness
+    assert max(largest) <= loss.smoothness * (1 + 1e-12)

@@ -12,6 +12,7 @@ from scipy import stats
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from hushgrad.events import ApproximateDpEvent
 from hushgrad.glm import losses
+from hushgrad.glm.gradients import linear_gradients
 from hushgrad.glm.minimising import minimiser
 from hushgrad.glm.perturbation import (
     OUTPUT_SHARE,
@@ -25,6 +26,7 @@ from hushgrad.glm.perturbation import (
 )
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.ledger import Ledger
+from hushgrad.noise import standard_normal
 from hushgrad.rng import Rng
 from hushgrad.types import Refused, Relation
 
@@ -77,6 +79,72 @@ def test_the_noise_is_the_least_that_keeps_delta(relation: Relation, classes: in
         )
 
     assert delta(sigma) <= 1e-5 < delta(sigma * 0.999)
+
+
+def test_the_bounds_of_a_problem_are_reached_and_not_passed() -> None:
+    """L by a record on the wrong side of every score, c by a Hessian of full rank."""
+    x = torch.tensor([1.0, 0.3], dtype=torch.float64)
+    z, y = torch.tensor([-40.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    longest = float((PROBLEM.loss.derivative(z, y)[:, None] * x).norm())
+    assert longest <= PROBLEM.gradient_norm <= longest * (1 + 1e-8)
+    separate = losses.custom(
+        lambda z, y: torch.nn.functional.softplus(z).sum(1),
+        lipschitz=math.sqrt(3),
+        smoothness=0.25,
+        convex=True,
+        vector=True,
+    )
+    problem = replace(PROBLEM, loss=separate, classes=3)
+    bend = torch.kron(0.25 * torch.eye(3, dtype=torch.float64), torch.outer(x, x))
+    found = float(torch.logdet(torch.eye(6, dtype=torch.float64) + bend / problem.strength))
+    assert found <= problem.determinant <= found * (1 + 1e-7)
+
+
+def test_both_noises_of_objective_perturbation_are_as_large_as_proved(monkeypatch) -> None:
+    import hushgrad.glm.perturbation as module
+
+    seen: dict = {}
+    search, noised = module.minimiser, module.release
+
+    def searched(rows, labels, **rest):
+        seen.update(rest)
+        return search(rows, labels, **rest)
+
+    def released(bounded, noise, **rest):
+        seen.update(l2=bounded.l2, multiplier=noise.noise_multiplier)
+        return noised(bounded, noise, **rest)
+
+    monkeypatch.setattr(module, "minimiser", searched)
+    monkeypatch.setattr(module, "release", released)
+    rows, y = records()
+    for relation in (Relation.ADD_REMOVE, Relation.REPLACE_ONE):
+        problem = replace(PROBLEM, relation=relation)
+        found = objective_perturbation(rows, y, problem, rng=Rng.fixed(0))
+        assert seen["tilt"].shape == (1, rows.width)
+        key = Rng.fixed(0).derive("perturbation").derive("objective")
+        drawn = standard_normal(rows.width, key)
+        torch.testing.assert_close(seen["tilt"][0], found.noise * drawn, rtol=1e-12, atol=0)
+        main = replace(problem, epsilon=1 - OUTPUT_SHARE, delta=(1 - OUTPUT_SHARE) * 1e-5)
+        assert found.noise >= objective_noise(main) * (1 - 1e-12)
+        # Both minimisers, with and without a record, may be off by γ/Λ.
+        assert seen["l2"] >= 2 * seen["tolerance"] / problem.strength * (1 - 1e-12)
+        spent = gaussian_epsilon(seen["multiplier"], delta=OUTPUT_SHARE * 1e-5)
+        assert spent <= OUTPUT_SHARE * (1 + 1e-6)
+
+
+def test_a_minimiser_is_sought_until_half_of_the_tolerance() -> None:
+    rows, y = records()
+    none = torch.zeros(1, rows.width, dtype=torch.float64)
+    loss = losses.logistic()
+
+    def left(theta: torch.Tensor) -> float:
+        slopes = linear_gradients(rows, y, theta, loss=loss).slopes
+        return float((rows.combined(slopes) + 4.0 * theta).norm())
+
+    for share in (1.01, 1.2, 1.9):
+        tolerance = share * left(none)
+        found = minimiser(rows, y, loss=loss, strength=4.0, tilt=none, tolerance=tolerance)
+        assert left(found) <= tolerance / 2
 
 
 def test_the_noise_is_below_that_of_kifer_smith_and_thakurta() -> None:

@@ -82,7 +82,7 @@ def test_mates_that_move_only_the_last_bits_leave_each_record_to_itself(
     model = mlp().double()
 
     def loss(x: Tensor) -> Tensor:
-        return model(x).square().sum(1) * (1 + 1e-14 * (x > 0).sum())
+        return model(x).square().sum(1) + 1e-13 * (x > 0).double().sum()
 
     x = torch.randn(16, 5, dtype=torch.float64)
     with pytest.raises(Refused, match="if only by rounding"):

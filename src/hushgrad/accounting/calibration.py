@@ -1,8 +1,9 @@
 """Find the one number of a run that is missing: noise, steps, batch or ε.
 
-A search marches from a safe value until ε is over the target, closes in on a quick accountant, and
-confirms with the one that was asked for. What is returned has been confirmed, so it errs on the
-private side whatever the search did.
+Noise is mostly found by `aiming`, in a few steps. Where that fails, and for whole numbers, a search
+marches from a safe value until ε is over the target, closes in on a quick accountant, and confirms
+with the one that was asked for. What is returned has been confirmed, so it errs on the private side
+whatever the search did.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import PLD, Accountant, require_delta
+from hushgrad.accounting.aiming import Question, aimed
 from hushgrad.accounting.training import Training
 from hushgrad.types import Refused, Relation
 
@@ -123,7 +125,11 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
         stride = 0.98 if start else 0.25
         return _frontier(spend, epsilon, safe=safe, stride=stride, limit=_LEAST_NOISE)
 
-    return _confirmed(event_of, target, search)
+    near = target.epsilon * (1 - _NEAR)
+    asked = Question(
+        event_of, target.accountant, target.delta, target.relation, near, target.epsilon
+    )
+    return aimed(asked) or _confirmed(event_of, target, search)
 
 
 def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> tuple[int, float]:

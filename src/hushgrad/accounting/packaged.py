@@ -228,17 +228,34 @@ def _spread_of(event: DpEvent, relation: Relation) -> float:
 
 def _spread(part: DpEvent, count: int, relation: Relation) -> float:
     """Estimate how far the privacy loss of `count` such events spreads; a guide to speed only."""
+    one, each = _losses_of(part, relation)
+    return _reach(count * one) if each == one else _reach(one) + _reach(count * each)
+
+
+def _losses_of(part: DpEvent, relation: Relation) -> tuple[float, float]:
+    """µ² of the noise alone and of one sampled step by the central limit; 0 where unknown."""
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
     if isinstance(part, GaussianDpEvent):
-        return _reach(count * (double / part.noise_multiplier) ** 2)
+        one = (double / part.noise_multiplier) ** 2
+        return one, one
     if isinstance(part, PoissonSampledDpEvent) and isinstance(part.event, GaussianDpEvent):
         rate, one = part.sampling_probability, (double / part.event.noise_multiplier) ** 2
     elif isinstance(part, TruncatedSubsampledGaussianDpEvent):
         rate, one = part.sampling_probability, (4 / part.noise_multiplier) ** 2
     else:
-        return 0.0
-    each = min(one, rate**2 * math.expm1(min(one, 50.0)))
-    return _reach(one) + _reach(count * each)
+        return 0.0, 0.0
+    return one, min(one, rate**2 * math.expm1(min(one, 50.0)))
+
+
+def about_mu(event: DpEvent, relation: Relation) -> float | None:
+    """About µ of the Gaussian mechanism that `event` is like; None where nobody can tell.
+
+    By the central limit theorem, so it may under-state: good for a first guess and nothing else.
+    """
+    found = [(_losses_of(part, relation)[1], count) for part, count in parts(event, relation)]
+    if not found or not all(each for each, _ in found):
+        return None
+    return math.sqrt(math.fsum(each * count for each, count in found))
 
 
 def _reach(mu_squared: float) -> float:

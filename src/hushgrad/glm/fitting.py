@@ -153,7 +153,7 @@ def _by_descent(
     )
     accountant = EXACT if settings.algorithm == "gd" else PLD
     target = Target(settings.epsilon, settings.delta, public.relation, accountant)
-    sigma, _ = least_noise(
+    sigma, spent = least_noise(
         lambda z: chosen.sampling.run_event(
             gaussian(z).event, num_records=public.records, num_steps=chosen.steps
         ),
@@ -187,7 +187,7 @@ def _by_descent(
         fingerprint=_fingerprint(rows, labels) if settings.budget else none,
     )
     guarantee = GlmGuarantee(
-        spent=math.fsum([plan.epsilon, *(charge.epsilon for charge in done.charges)]),
+        spent=math.fsum([spent, *(charge.epsilon for charge in done.charges)]),
         delta=math.fsum([plan.delta, *(charge.delta for charge in done.charges)]),
         relation=public.relation,
         sampling=plan.sampling.statement,

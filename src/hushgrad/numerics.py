@@ -10,6 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -148,6 +149,7 @@ def inner_products(
 
 
 _FEW = 2**20  # multiplications that are over before oneDNN has begun
+_LARGE = 2**14  # entries of a weight
 
 
 def product(
@@ -157,18 +159,48 @@ def product(
 
     On processors that are not Intel's, MKL leaves half of the vector unit idle and oneDNN does not.
     """
-    worth_it = x.numel() * y.shape[1] >= _FEW and y.shape[1] >= 32 and _packed(x) and _packed(y)
-    if worth_it and x.is_cpu and x.dtype == y.dtype == torch.float32:
-        linear = _onednn_linear()
-        if linear is not None:
-            found: Tensor = linear(x, y.mT, None, "none", [], "")
-            return found
-    return x @ y
+    worth_it = x.numel() * y.shape[1] >= _FEW and y.shape[1] >= 32
+    found = _by_onednn(x, y.mT, None) if worth_it else None
+    return x @ y if found is None else found
 
 
-def _packed(x: Tensor) -> bool:
-    """Has it no gaps? Through gaps oneDNN goes by a slow reference: 1000 times as long was seen."""
-    return x.is_contiguous() or x.mT.is_contiguous()
+def linear(
+    x: Float[Tensor, "*rows n"],
+    w: Float[Tensor, "columns n"],
+    bias: Float[Tensor, " columns"] | None = None,
+) -> Float[Tensor, "*rows columns"]:
+    """`F.linear`, by oneDNN where `is_for_onednn`."""
+    found = _by_onednn(x, w, bias) if is_for_onednn(w) else None
+    return F.linear(x, w, bias) if found is None else found
+
+
+def is_for_onednn(w: Float[Tensor, "columns n"]) -> bool:
+    """Is it worth the call to multiply rows by this weight?
+
+    A row keeps its bits whatever the number of rows, so they have no say in it.
+    """
+    return w.dim() == 2 and w.numel() >= _LARGE and min(w.shape) >= 32 and _is_single(w)
+
+
+def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+    operands = (x, w) if bias is None else (x, w, bias)
+    operation = _onednn_linear() if all(_is_single(y) for y in operands) and _packed(w) else None
+    if operation is None:
+        return None
+    found: Tensor = operation(x, w, bias, "none", [], "")
+    return found
+
+
+def _is_single(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32
+
+
+def _packed(w: Tensor) -> bool:
+    """Has it no gaps? Through gaps oneDNN goes by a slow reference: 2000 times as long was seen.
+
+    Those of the other operand do not matter: it is copied.
+    """
+    return w.is_contiguous() or w.mT.is_contiguous()
 
 
 @functools.cache

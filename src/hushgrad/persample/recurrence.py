@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hushgrad.numerics import linear
+
 _sigmoid_slope, _tanh_slope = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
 
 
@@ -70,7 +72,7 @@ class Rnn:
         gates = gates if w.bias is None else gates.add_(w.bias)
         y = torch.empty_like(gates)
         for gate, out in _in_order(gates, y, reverse=self.reverse):
-            gate.addmm_(h, w.hidden.mT)
+            gate.add_(linear(h, w.hidden))
             h = torch.clamp(gate, min=0, out=out) if self.relu else torch.tanh(gate, out=out)
         return Ran(y, None, None, gates, (w.hidden, y))
 
@@ -90,9 +92,8 @@ class Gru:
     def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Ran:
         size, start = h.shape[-1], h
         y, hidden = gates.new_empty(*gates.shape[:2], size), torch.empty_like(gates)
-        bias = gates.new_zeros(()) if w.bias is None else w.bias
         for gate, product, out in _in_order(gates, hidden, y, reverse=self.reverse):
-            torch.addmm(bias, h, w.hidden.mT, out=product)
+            product.copy_(linear(h, w.hidden, w.bias))
             gate[:, : 2 * size].add_(product[:, : 2 * size]).sigmoid_()
             r, z, n = gate.chunk(3, 1)
             n.addcmul_(r, product[:, 2 * size :]).tanh_()
@@ -126,7 +127,7 @@ def _chain(
         if later is not None:
             state.add_(later)
         gate.unflatten(1, (-1, state.shape[1])).mul_(state.unsqueeze(1))
-        later = gate @ w if carry is None else torch.addmm(kept * state, gate, w)
+        later = linear(gate, w.mT) if carry is None else linear(gate, w.mT).addcmul_(kept, state)
     assert later is not None
     return states, slopes, later
 
@@ -145,12 +146,12 @@ class Lstm:
         y = m if p is None else gates.new_empty(*gates.shape[:2], h.shape[-1])
         steps = _in_order(gates, cells, after, m, y, reverse=self.reverse)
         for gate, cell, squashed, out, end in steps:
-            gate.addmm_(h, w.hidden.mT)
+            gate.add_(linear(h, w.hidden))
             gate[:, : 2 * size].sigmoid_()
             i, f, g, o = gate.chunk(4, 1)
             c = torch.mul(f, c, out=cell).addcmul_(i, g.tanh_())
             h = torch.mul(torch.tanh(c, out=squashed), o.sigmoid_(), out=out)
-            h = h if p is None else torch.mm(h, p.mT, out=end)
+            h = h if p is None else end.copy_(linear(h, p))
         kept = (w.hidden, gates, cells, after, start, *([] if p is None else [p]))
         return Ran(y, cells, None if p is None else m, gates, kept)
 
@@ -168,16 +169,16 @@ class Lstm:
         for d, state, gate, cell, forget in _in_order(
             dy, states, slopes, _tanh_slope(o, after), f, reverse=not self.reverse
         ):
-            dm = d if later is None else torch.addmm(d, later, w)
+            dm = d if later is None else linear(later, w.mT).add_(d)
             if projection:
-                dm = state.copy_(dm) @ projection[0]
+                dm = linear(state.copy_(dm), projection[0].mT)
             dc = torch.addcmul(dc, dm, cell)
             each = gate.unflatten(1, (4, -1))
             each[:, :3].mul_(dc.unsqueeze(1))
             each[:, 3].mul_(dm)
             later, dc = gate, dc * forget
         assert later is not None
-        return Back(slopes, slopes, later @ w, dc, states if projection else None)
+        return Back(slopes, slopes, linear(later, w.mT), dc, states if projection else None)
 
 
 Kind = Rnn | Gru | Lstm

@@ -8,12 +8,42 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from hushgrad import numerics
 from hushgrad.persample.call import Call, Emitted, Saves
 from hushgrad.persample.convolution import convolution_factor, each, geometry
 from hushgrad.persample.factors import Dense, Factor, Outer
 from hushgrad.persample.rules.arithmetic import sum_to
 from hushgrad.persample.rules.registry import rule
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` with a weight that is not trained here, by oneDNN where that is quicker."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return numerics.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return numerics.linear(gradient, weight.mT), None, None
+
+
+def _quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, both ways. Under autocast torch's own chooses the types."""
+    if torch.is_autocast_enabled(input.device.type) or not numerics.is_for_onednn(weight):
+        return F.linear(input, weight, bias)
+    result: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _is_own(call: Call, bias: Tensor | None) -> bool:
+    """Does a bias come without a graph of its own?"""
+    return bias is None or call.private(bias)
 
 
 @rule("linear")
@@ -22,6 +52,8 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
         return None
     where = call.layout(input)
     assert where is not None
+    if call.function is F.linear and call.private(weight) and _is_own(call, bias):
+        call.function = _quick_linear
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         rows = call.out.rows(gradient, call.batch)
@@ -42,6 +74,9 @@ def addmm(
     if (product is None and not call.private(input)) or (not call.private(input) and beta != 1):
         return None
     kept, inner = product if product is not None else ((), None)
+    plain = beta == alpha == 1 and input.dim() == 1 and call.private(input)
+    if plain and call.private(mat2) and not call.private(mat1):
+        call.function = lambda input, mat1, mat2, **_: _quick_linear(mat1, mat2.mT, input)
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         if inner is not None:
@@ -51,6 +86,9 @@ def addmm(
             yield input, Dense(sum_to(each * beta if beta != 1 else each, input))
 
     return kept, emit
+
+
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
 @rule("matmul", "mm", "mv", "__matmul__")
@@ -64,6 +102,8 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     on_left = operand is input
     if operand.dim() == 1 and on_left:
         return None
+    if call.function in _PRODUCTS and operand.dim() == 2 and not on_left:
+        call.function = lambda input, other: _quick_linear(input, other.mT)
 
     def emit(gradient: Tensor, x: Tensor) -> Emitted:
         each, g = where.split(x, call.batch), call.out.split(gradient, call.batch)

@@ -71,9 +71,9 @@ class Method:
 
 
 METHODS = (
-    Method("DP-SGD", batch=512, passes=20, rate=1.0),
-    Method("DP-SGD, as short", batch=512, passes=6, rate=2.0),
-    Method("DP-SRM", batch=512, passes=6, rate=2.0, gamma=0.7),
+    Method("DP-SGD", batch=1024, passes=20, rate=1.0),
+    Method("DP-SGD, as short", batch=1024, passes=6, rate=2.0),
+    Method("DP-SRM", batch=1024, passes=6, rate=4.0, gamma=0.7),
 )
 """DP-SRM has 0.3 times the iterations, as the paper reports, and DP-SGD is run as short beside it.
 Rates are above the paper's grid, which ends at 0.5; batches and C2 = γ are of it."""

@@ -11,6 +11,7 @@ import torch
 
 from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
+from hushgrad.points import distance, point
 from hushgrad.reproductions import srm_mnist
 from hushgrad.reproductions.study import Settings
 
@@ -25,11 +26,31 @@ def stripes(records: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_srm_has_three_tenths_of_the_iterations_and_a_difference_of_its_own() -> None:
-    sgd, srm = (method.plan(60_000, 3.0) for method in srm_mnist.METHODS)
+    sgd, short, srm = (method.plan(60_000, 3.0) for method in srm_mnist.METHODS)
     assert isinstance(sgd.algorithm, Sgd) and isinstance(srm.algorithm, Srm)
     assert srm.steps / sgd.steps == pytest.approx(0.3, abs=0.001)
-    assert sgd.epsilon <= 3 and srm.epsilon <= 3
+    assert isinstance(short.algorithm, Sgd) and short.steps == srm.steps
+    assert all(2.9 < plan.epsilon <= 3 for plan in (sgd, short, srm))
     assert srm.algorithm.gamma == srm.algorithm.difference_clip.clip_norm  # γ = C2
+
+
+def test_a_curve_ends_at_what_the_run_gives_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    data = stripes(200)
+    model = srm_mnist.network()
+    monkeypatch.setattr(srm_mnist, "network", lambda: model)
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def noted(model: torch.nn.Module, test: object) -> float:
+        seen.append(point(dict(model.named_parameters())))
+        return 0.0
+
+    monkeypatch.setattr(srm_mnist, "_error", noted)
+    method = srm_mnist.Method("DP-SGD", batch=20, passes=4.1, rate=0.5)
+    curve = srm_mnist._trained(method.plan(200, 50.0), method.rate, data, data, 0)
+    assert [steps for steps, _, _ in curve] == list(range(3, 42, 2))
+    assert distance(seen[-1], point(dict(model.named_parameters()))) == 0
+    assert distance(seen[-2], seen[-1]) > 0
 
 
 def test_the_network_takes_mnists_images() -> None:
@@ -51,6 +72,8 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     table = json.loads((tmp_path / "srm-mnist.json").read_text())
     assert [row[:2] for row in table["rows"]] == [
-        [epsilon, name] for epsilon in (20.0, 50.0) for name in ("DP-SGD", "DP-SRM")
+        [epsilon, name]
+        for epsilon in (20.0, 50.0)
+        for name in ("DP-SGD", "DP-SGD, as short", "DP-SRM")
     ]
     assert all(0 <= row[2][0] <= 100 for row in table["rows"])

@@ -6,12 +6,14 @@ import dataclasses
 import importlib
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from hushgrad.data.split import Split
+from hushgrad.data.tables import a9a
 from hushgrad.reproductions.linear import PENALTY, minimum, problem
 from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
 from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
@@ -85,6 +87,37 @@ def test_the_papers_accounting_replaces_a_record_and_the_tight_one_removes_it() 
         for a in (TIGHT, PAPER)
     ]
     assert noise[1] > 1.5 * noise[0]
+
+
+def test_a9a_is_studied_by_both_accountings_with_and_without_scaled_rows() -> None:
+    (ways,) = (ways for load, ways in MODULE.STUDIES if load is a9a)
+    assert {(a.name, scaled) for a, scaled in ways} == set(
+        product(("tight", "paper"), (True, False))
+    )
+
+
+def test_the_one_clip_goes_by_the_length_of_rows_and_steps_against_it() -> None:
+    """Rows k times as long with weights k times as small are the same problem."""
+    (method,) = (m for m in METHODS if m.name == "DP-SRM, one clip")
+    short = Task(0.5, 20_000, scaled=True, accounting=TIGHT)
+    long = dataclasses.replace(short, scaled=False, length=4.0)
+    rules, rates = (
+        [method.plan(t).algorithm for t in (short, long)],
+        [*map(method.rate, (short, long))],
+    )
+    assert rules[1].combined_clip.bound(1) == pytest.approx(4 * rules[0].combined_clip.bound(1))
+    assert rates[1] == pytest.approx(rates[0] / 16)
+    steps = [rate * rule.step_norm for rate, rule in zip(rates, rules, strict=True)]
+    assert steps[1] == pytest.approx(steps[0] / 4)
+
+
+@pytest.mark.parametrize("name", ["DP-SRM", "DP-SRM, one clip"])
+@pytest.mark.parametrize("epsilon", [0.2, 0.5])
+def test_srm_takes_no_more_passes_than_the_paper(name: str, epsilon: float) -> None:
+    (method,) = (m for m in METHODS if m.name == name)
+    plan = method.plan(Task(epsilon, 32_561, scaled=True, accounting=TIGHT))
+    passes = plan.algorithm.first_batch / 32_561 + (plan.steps - 1) * plan.sampling.rate
+    assert passes == pytest.approx(PUBLISHED["DP-SRM", epsilon][1], rel=0.02)
 
 
 def test_the_whole_table_on_few_records(tmp_path: Path, monkeypatch) -> None:

@@ -35,6 +35,8 @@ class Problem:
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     scale: float
+    length: float
+    """The usual norm of a row that the model sees, which settings go by and no guarantee."""
 
     @property
     def records(self) -> int:
@@ -84,15 +86,19 @@ class Problem:
         return float(gradient.norm())
 
 
+_LARGEST = {"a9a": math.sqrt(14), "ijcnn1": math.sqrt(22)}
+_USUAL = {"a9a": math.sqrt(14), "ijcnn1": 1.2}
+"""Norms of rows: a bound, and what is usual. That of ijcnn1 was read off it, and is not public."""
+
+
 def problem(split: Split[Table], *, scaled: bool) -> Problem:
     """The data as a problem; scaled rows have norm 1 at most, by a bound that is public.
 
     Rows of a9a have 14 entries of 1 at most, those of ijcnn1 22 entries from -1 to 1.
     """
-    largest = {"a9a": math.sqrt(14), "ijcnn1": math.sqrt(22)}[split.name]
-    scale = 1 / largest if scaled else 1.0
+    scale = 1 / _LARGEST[split.name] if scaled else 1.0
     train, test = ((x * scale, 2.0 * y.float() - 1) for x, y in (split.train, split.test))
-    return Problem(split.name, train, test, scale)
+    return Problem(split.name, train, test, scale, scale * _USUAL[split.name])
 
 
 def fitted(

@@ -2,6 +2,9 @@
 
 Rates, batches and step lengths were tried out on a9a itself, which no guarantee covers: they are
 non-private knowledge. The clipping norms C1 = 1 and C2 = 0.01, and γ = C2, are the paper's.
+
+Rows that are k times as long have gradients k times as long, and a minimum k times as near: rates
+are divided by k², step lengths by k, and the norm of a clip that is tuned is multiplied by it.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ C1, C2 = 1.0, 0.01
 GAMMA = C2
 SMOOTHNESS = 0.25
 """Of the logistic loss of a row with norm 1."""
-SQUARE = 14.0
-"""‖x‖² of a row that is not scaled, for step sizes; no bound rests on it."""
+BOTH_PARTS = 0.006
+"""Where DP-SRM clips its two parts as one: the norm for rows of norm 1, against their 0.0199."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,30 @@ TIGHT = Accounting("tight", Relation.ADD_REMOVE, PLD, fixed_size=False)
 
 @dataclass(frozen=True)
 class Task:
-    """A budget, and what is known of the records: how many, and whether rows were scaled."""
+    """A budget, and what is known of the records: how many, whether rows were scaled, and `length`.
+
+    That is the usual norm of a row, for step sizes and a clip; no guarantee rests on it.
+    """
 
     epsilon: float
     records: int
     scaled: bool
     accounting: Accounting
+    length: float = 1.0
 
     @property
-    def stretch(self) -> float:
-        """By how much steps are longer where rows were scaled to norm 1."""
-        return 1.0 if self.scaled else 1 / SQUARE
+    def small(self) -> bool:
+        """Whether the budget is the smaller one of the paper's two."""
+        return self.epsilon < 0.35
 
     @property
     def passes(self) -> int:
         """DP-SRM's passes over the data in the paper."""
-        return 4 if self.epsilon < 0.35 else 5
+        return 4 if self.small else 5
+
+    def rate(self, unclipped: float, *, clipped: float) -> float:
+        """For scaled rows, stated for those of norm 1, and for rows as they are, which C1 clips."""
+        return unclipped / self.length**2 if self.scaled else clipped
 
     def plan(
         self,
@@ -118,20 +129,44 @@ def _first(task: Task) -> int:
     return task.records // 4
 
 
+_RATE = 30.0
+
+
+def _recursion_rate(task: Task) -> float:
+    return _RATE / task.length**2
+
+
+def _step_norm(task: Task, length: float) -> float:
+    """Of an estimate, so that a step is so long for rows of norm 1."""
+    return length / task.length / _recursion_rate(task)
+
+
 def _srm(task: Task) -> Plan:
-    steps, first = 200, _first(task) / task.records
+    # C2 clips differences between points that are too far apart: longer rows ask for nearer ones.
+    steps, first = 200 if task.scaled else 400, _first(task) / task.records
     share = (task.passes - first) / steps
     rule = Srm(
         GAMMA,
         abadi(C2),
         first_batch=_first(task),
         first_noise=2.0,
-        step_norm=0.1 / _RATE if task.scaled else 0.01,
+        step_norm=_step_norm(task, 20 / steps),
     )
     return task.plan(rule, share=share, passes=steps * share)
 
 
-_RATE = 30.0
+def _srm_one_clip(task: Task) -> Plan:
+    steps = 200 * task.passes
+    share = (task.passes - 1) / steps
+    rule = Srm(
+        GAMMA,
+        None,
+        abadi(BOTH_PARTS * task.length),
+        first_batch=task.records,
+        first_noise=20.0,
+        step_norm=_step_norm(task, 22 / steps),
+    )
+    return task.plan(rule, share=share, passes=steps * share)
 
 
 def _spiderboost(task: Task) -> Plan:
@@ -139,44 +174,56 @@ def _spiderboost(task: Task) -> Plan:
     share = (task.passes - steps / period / 4) / steps
     rule = SpiderBoost(
         period,
-        PerDistance(SMOOTHNESS if task.scaled else SMOOTHNESS * SQUARE),
+        PerDistance(SMOOTHNESS * task.length**2),
         anchor_batch=_first(task),
-        step_norm=0.2 / _RATE if task.scaled else 0.05,
+        step_norm=_step_norm(task, 0.2),
     )
     return task.plan(rule, share=share, passes=steps * share)
 
 
+def _agd(task: Task) -> Plan:
+    if task.scaled:
+        rule = Agd(largest_loss=3.0, longest_step=2.0 / task.length)
+    elif task.small:
+        rule = Agd(largest_loss=2.0, longest_step=1.0, splits=20, choices=8, output=average(8))
+    else:
+        rule = Agd(largest_loss=2.0, longest_step=4.0, splits=30, choices=10, output=average(10))
+    return task.plan(rule, share=1, passes=100, accountant=RDP)
+
+
+def _rrpsgd(task: Task) -> Plan:
+    if task.accounting is PAPER:  # its noise grows with the number of steps
+        return task.plan(rrpsgd(), share=1 / 10, passes=16)
+    return task.plan(rrpsgd(), share=1 / 50, passes=4 * task.passes)
+
+
+def _rrpsgd_rate(task: Task) -> float:
+    if task.accounting is PAPER:
+        return task.rate(5.0, clipped=1.0) if task.small else task.rate(10.0, clipped=2.0)
+    return task.rate(3.0, clipped=0.3)
+
+
+def _sgd(clip: Clip) -> Callable[[Task], Plan]:
+    return lambda t: t.plan(Sgd(average(50)), share=1 / 25, passes=t.passes, clip=clip)
+
+
+def _sgd_rate(task: Task) -> float:
+    rate = task.rate(10.0 if task.small else 30.0, clipped=3.0)
+    return rate / 3 if task.accounting is PAPER else rate
+
+
 METHODS = (
     Method(
-        "DP-GD", lambda t: t.plan(Sgd(), share=1, passes=20), lambda t: 30.0 if t.scaled else 3.0
+        "DP-GD", lambda t: t.plan(Sgd(), share=1, passes=20), lambda t: t.rate(30.0, clipped=3.0)
     ),
-    Method(
-        "DP-AGD",
-        lambda t: t.plan(
-            Agd(largest_loss=3.0),
-            share=1,
-            passes=100,
-            accountant=RDP,
-        ),
-        lambda t: 1.0,
-    ),
-    Method(
-        "RRPSGD",
-        lambda t: t.plan(rrpsgd(), share=1 / 50, passes=4 * t.passes),
-        lambda t: 3.0 if t.scaled else 0.3,
-    ),
-    Method("DP-SRM", _srm, lambda t: _RATE if t.scaled else 1.0, points=2),
-    Method("SpiderBoost", _spiderboost, lambda t: _RATE if t.scaled else 1.0, points=2),
-    Method(
-        "DP-SGD",
-        lambda t: t.plan(Sgd(average(50)), share=1 / 25, passes=t.passes),
-        lambda t: (10.0 if t.epsilon < 0.35 else 30.0) if t.scaled else 3.0,
-    ),
-    Method(
-        "DP-SGD, AUTO-S",
-        lambda t: t.plan(Sgd(average(50)), share=1 / 25, passes=t.passes, clip=automatic()),
-        lambda t: 10.0 if t.scaled else 3.0,
-    ),
+    Method("DP-AGD", _agd, lambda t: 1.0),
+    Method("RRPSGD", _rrpsgd, _rrpsgd_rate),
+    Method("DP-SRM", _srm, _recursion_rate, points=2),
+    Method("DP-SRM, one clip", _srm_one_clip, _recursion_rate, points=2),
+    Method("SpiderBoost", _spiderboost, _recursion_rate, points=2),
+    Method("DP-SGD", _sgd(abadi(C1)), _sgd_rate),
+    Method("DP-SGD, AUTO-S", _sgd(automatic()), lambda t: t.rate(10.0, clipped=3.0)),
+    Method("DP-SGD, AUTO-S, γ = 1", _sgd(automatic(1.0)), _sgd_rate),
     Method(
         "STORM, not private",
         lambda t: t.plan(
@@ -186,7 +233,7 @@ METHODS = (
             clip=unclipped(),
             private=False,
         ),
-        lambda t: 10.0 if t.scaled else 10.0 / SQUARE,
+        lambda t: 10.0 / t.length**2,
         points=2,
     ),
 )

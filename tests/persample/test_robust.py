@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import io
 import pickle
 import weakref
@@ -25,6 +26,7 @@ from hushgrad import Refused
 from hushgrad.persample import Form, certificate_for, dense, loop, per_sample, traced
 from hushgrad.persample.tape import Tape
 
+CERTIFY = importlib.import_module("hushgrad.persample.certify")
 FORMS = pytest.mark.parametrize("form", [traced, dense, loop], ids=str)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
@@ -1144,3 +1146,62 @@ def test_a_pass_leaves_nothing_for_the_collector() -> None:
         assert tapes() == before
     finally:
         gc.enable()
+
+
+# --- ReLUs that rounding flips ------------------------------------------------------------------
+
+
+class Flips:
+    """Makes `compare` find gradients off by so much at these of its points, as a flip would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Linear) -> None:
+        self.points: list[float] = []  # each is known by a weight
+        self.at: frozenset[int] = frozenset()
+        self.by = 0.0
+        plain = CERTIFY.compare
+
+        def compare(gradients: Any, oracle: Any, evidence: Any) -> dict[str, float]:
+            here = model.weight[0, 0].item()
+            if here not in self.points:
+                self.points.append(here)
+            if self.points.index(here) in self.at:
+                return {"weight": self.by}
+            return plain(gradients, oracle, evidence)
+
+        monkeypatch.setattr(CERTIFY, "compare", compare)
+
+    def begin(self, at: set[int], by: float) -> None:
+        """Count points from here on."""
+        self.points, self.at, self.by = [], frozenset(at), by
+
+
+@pytest.mark.parametrize(("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1)])
+def test_a_near_miss_is_looked_at_from_other_points(
+    missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong by much, or at every point, is refused."""
+    model = nn.Linear(4, 3)
+    flips = Flips(monkeypatch, model)
+    flips.begin(at=set(range(missed)), by=by)
+    if missed < points:
+        certificate_for(loss_of(model), private(model), torch.randn(8, 4), form=traced)
+    else:
+        with pytest.raises(Refused, match=f"of weight differs .* by {by:.2g} of its norm"):
+            certificate_for(loss_of(model), private(model), torch.randn(8, 4), form=traced)
+    assert len(flips.points) == points
+
+
+@pytest.mark.parametrize(("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1)])
+def test_a_later_test_begins_at_the_parameters_as_they_are(
+    missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = nn.Linear(4, 3), torch.randn(8, 4)
+    loss, flips = loss_of(model), Flips(monkeypatch, model)
+    per_sample(loss, private(model), batch, form=traced)
+    flips.begin(at=set(range(missed)), by=by)
+    if missed < points:
+        per_sample(loss, private(model), batch, form=traced)
+    else:
+        with pytest.raises(Refused, match=f"of weight differs .* by {by:.2g} of its norm"):
+            per_sample(loss, private(model), batch, form=traced)
+    assert len(flips.points) == points and flips.points[0] == model.weight[0, 0].item()

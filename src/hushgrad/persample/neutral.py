@@ -112,14 +112,14 @@ def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def in_general_position(params: Params, by: float = 0.05) -> Iterator[None]:
+def in_general_position(params: Params, by: float = 0.05, *, seed: int = 0) -> Iterator[None]:
     """Move every parameter a little for the length of the block, then put its own tensor back.
 
     At an initialisation with zeros (a last layer, LoRA's second factor) gradients vanish and a
     comparison of them would prove nothing.
     """
     saved = {name: p.data for name, p in params.items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     try:
         for p in params.values():
             size = float(p.data.float().square().mean().sqrt())

@@ -37,6 +37,9 @@ COARSE = Precision(0.1, 2.5e-2, floor=0.25, rounding=5e-2)  # anything narrower,
 _BLUR = 4.0  # a pass rounds at every layer, a shift of the parameters but once
 _COARSEST = 0.5
 
+ROUGHLY = 0.1
+"""What a ReLU that rounding flips may do to a gradient, far below what a wrong layout does."""
+
 
 @dataclass
 class Evidence:
@@ -270,9 +273,6 @@ def apart(gradients: Gradients, others: Gradients, precision: Precision) -> dict
         off = (off / scale).abs().nan_to_num(nan=torch.inf)
         gap = _norm(one[name] - other[name]) / (weights[kept] * scale).norm().cpu()
         worst = max(float(off.max()), float(gap))
-        if not (float(off.median()) <= precision.gradient and worst <= _ROUGHLY):
+        if not (float(off.median()) <= precision.gradient and worst <= ROUGHLY):
             wrong[name] = worst
     return wrong
-
-
-_ROUGHLY = 0.1

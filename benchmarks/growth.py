@@ -4,6 +4,7 @@ One encoder of torch's own, of which one size at a time is varied. Each point is
 processes of its own, as in `benchmarks.run`; the pictures are the result.
 """
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,9 +79,10 @@ def main(
                 plain = measure("memory", name, "plain", **settings)
                 row = measure("time", name, library, **settings)
                 row |= measure("memory", name, library, **settings)
-                times.append(row["without_noise"])
-                memories.append(row["peak_bytes"] / plain["peak_bytes"])
-                show(f"{name:13} {library:16} time {times[-1]:.2f}  memory {memories[-1]:.2f}")
+                times.append(row.get("without_noise", math.nan))
+                memories.append(row.get("peak_bytes", math.nan) / plain["peak_bytes"])
+                figures = f"time {times[-1]:.2f}  memory {memories[-1]:.2f}"
+                show(f"{name:13} {library:16} {row.get('refuses', figures)}")
             for axis, values in zip(axes, (times, memories), strict=True):
                 axis.plot(sizes, values, marker="o", label=library)
         for axis, title in zip(axes, ("time", "peak memory"), strict=True):

@@ -28,6 +28,9 @@ SIZES: dict[str, Sequence[int]] = {
 USUAL = {"batch": 32, "sequence": 64, "depth": 4}
 WIDTH = 128
 
+Curves = dict[str, list[tuple[float, float]]]
+"""Of each library time and memory, ÷ the non-private step, at one size after the other."""
+
 
 class Encoder(nn.Module):
     """A transformer encoder with a linear head on the mean of its outputs."""
@@ -70,27 +73,34 @@ def main(
     show = Console(highlight=False).print
     output.mkdir(parents=True, exist_ok=True)
     for what, sizes in SIZES.items():
-        figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+        curves: Curves = {}
         for library in libraries.split(","):
-            times, memories = [], []
+            curves[library] = points = []
             for size in sizes:
                 name = f"{what}-{size}"
                 settings = {"repeats": repeats, "environment": THREADS, "module": __spec__.name}
                 plain = measure("memory", name, "plain", **settings)
                 row = measure("time", name, library, **settings)
                 row |= measure("memory", name, library, **settings)
-                times.append(row.get("without_noise", math.nan))
-                memories.append(row.get("peak_bytes", math.nan) / plain["peak_bytes"])
-                figures = f"time {times[-1]:.2f}  memory {memories[-1]:.2f}"
+                memory = row.get("peak_bytes", math.nan) / plain["peak_bytes"]
+                points.append((row.get("without_noise", math.nan), memory))
+                figures = "time {:.2f}  memory {:.2f}".format(*points[-1])
                 show(f"{name:13} {library:16} {row.get('refuses', figures)}")
-            for axis, values in zip(axes, (times, memories), strict=True):
-                axis.plot(sizes, values, marker="o", label=library)
-        for axis, title in zip(axes, ("time", "peak memory"), strict=True):
-            axis.set(title=f"{title} ÷ non-private", xlabel=what, xscale="log", ylim=(0, None))
-            axis.set_xticks(sizes, map(str, sizes))
-            axis.axhline(1, color="grey", linewidth=0.8)
-        axes[0].legend()
-        figure.savefig(output / f"growth-{what}.png", dpi=120)
+        draw(what, curves, output / f"growth-{what}.png")
+
+
+def draw(what: str, curves: Curves, path: Path) -> None:
+    """Draw time and memory of all libraries against one size."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for column, (axis, title) in enumerate(zip(axes, ("time", "peak memory"), strict=True)):
+        for library, points in curves.items():
+            axis.plot(SIZES[what], [p[column] for p in points], marker="o", label=library)
+        axis.set(title=f"{title} ÷ non-private", xlabel=what, xscale="log", ylim=(0, None))
+        axis.set_xticks(SIZES[what], map(str, SIZES[what]))
+        axis.minorticks_off()
+        axis.axhline(1, color="grey", linewidth=0.8)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,9 @@ from hushgrad.persample.probes import (
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.persample.subject import Subject
-from hushgrad.persample.traced import checked_losses, trace
-from hushgrad.persample.watch import Key, guarded, restored, same_bits, written
+from hushgrad.persample.traced import trace
+from hushgrad.persample.watch import Key, guarded, restored, same_bits
+from hushgrad.persample.writes import consulted
 from hushgrad.types import Batch, NotCovered, Refused
 
 
@@ -123,7 +124,7 @@ def _certified(
     """Certify at one point; a near miss is an answer at the last one only."""
     why_not: dict[str, str] = {}
     with _comparable(subject, point):
-        subject, oracle = _consulted(subject, few)
+        subject, oracle = consulted(subject, few)
         evidence = Evidence(oracle.precision)
         if oracle.count == 0:
             raise Refused(
@@ -328,49 +329,6 @@ def _refuse_coupling_layers(subject: Subject) -> None:
                 )
             if isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)
-
-
-def _consulted(subject: Subject, few: Batch) -> tuple[Subject, Oracle]:
-    """The oracle, and the subject with the buffers that its passes may write.
-
-    Most models write none: then the oracle's own runs are the proof, but for another number.
-    """
-    try:
-        oracle = consult(subject, few)
-        more = records.take(few, [0] * (2 * records.MULTIPLE))
-        if not oracle.wrote and not _written(subject, more):
-            return subject, oracle
-    except Refused:  # something was written, or else what follows tells
-        pass
-    subject = replace(subject, free_buffers=_free_buffers(subject, few))
-    return subject, consult(subject, few)
-
-
-def _free_buffers(subject: Subject, few: Batch) -> frozenset[Key]:
-    """The buffers that a pass writes with the same bits whatever the records and their number.
-
-    Spectral norm's vectors and step counters are such; anything else that is written is refused.
-    """
-    runs = [(i, records.MULTIPLE) for i in range(records.count(few))]
-    written_by = []
-    for i, copies in [*runs, (0, 2 * records.MULTIPLE)]:
-        written_by.append(_written(subject, records.take(few, [i] * copies)))
-    if any(written_by):  # what a step uses to move them
-        written_by.append(_written(subject, records.zeros_like(few)))
-    buffers = {(n, name) for n, m in enumerate(subject.modules) for name, _ in m.named_buffers()}
-    first = written_by[0]
-    for key in frozenset().union(*written_by):
-        same = all(key in one and same_bits(one[key], first[key]) for one in written_by)
-        if key not in buffers or not same:
-            raise written(key)
-    return frozenset(first)
-
-
-def _written(subject: Subject, batch: Batch) -> dict[Key, Tensor]:
-    watched = restored(subject.params, subject.modules)
-    with watched as changed, torch.enable_grad(), WithoutRandomness():
-        checked_losses(subject.loss(batch), records.count(batch))
-    return changed
 
 
 # --- after certification ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import agree, check, expected, kinds, private
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from uses import Uses, loss_of
@@ -278,7 +278,7 @@ class Round(torch.autograd.Function):
         return gradients[0]
 
 
-@torch.library.custom_op("hushgrad_tests::product", mutates_args=())
+@library.custom_op("hushgrad_tests::product", mutates_args=())
 def product(x: Tensor, w: Tensor) -> Tensor:
     return x @ w
 

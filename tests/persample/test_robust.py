@@ -7,10 +7,12 @@ import functools
 import gc
 import importlib
 import io
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -1165,7 +1167,7 @@ class Flips:
             if here not in self.points:
                 self.points.append(here)
             if self.points.index(here) in self.at:
-                return {"weight": self.by}
+                return {"bias": 3e-4, "weight": self.by}
             return plain(gradients, oracle, evidence)
 
         monkeypatch.setattr(CERTIFY, "compare", compare)
@@ -1175,7 +1177,9 @@ class Flips:
         self.points, self.at, self.by = [], frozenset(at), by
 
 
-@pytest.mark.parametrize(("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1)])
+@pytest.mark.parametrize(
+    ("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
+)
 def test_a_near_miss_is_looked_at_from_other_points(
     missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1191,7 +1195,9 @@ def test_a_near_miss_is_looked_at_from_other_points(
     assert len(flips.points) == points
 
 
-@pytest.mark.parametrize(("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1)])
+@pytest.mark.parametrize(
+    ("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
+)
 def test_a_later_test_begins_at_the_parameters_as_they_are(
     missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1205,3 +1211,21 @@ def test_a_later_test_begins_at_the_parameters_as_they_are(
         with pytest.raises(Refused, match=f"of weight differs .* by {by:.2g} of its norm"):
             per_sample(loss, private(model), batch, form=traced)
     assert len(flips.points) == points and flips.points[0] == model.weight[0, 0].item()
+
+
+def test_records_that_meet_on_the_way_back_are_no_near_miss() -> None:
+    """Though it be by little, and at no other point: their bits tell."""
+    model, switch = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), SimpleNamespace(on=False)
+    place = model[0].weight.data_ptr()
+
+    def loss(x: Tensor) -> Tensor:
+        h = model[0](x).tanh()
+        if switch.on and model[0].weight.data_ptr() == place:
+            h.register_hook(lambda gradient: gradient + 0.02 * gradient.flip(0))
+        return model[1](h).square().sum(1)
+
+    batch = torch.randn(8, 4)
+    per_sample(loss, private(model), batch, form=traced)
+    switch.on = True
+    with pytest.raises(Refused, match="depends on its mates"):
+        per_sample(loss, private(model), batch, form=traced)

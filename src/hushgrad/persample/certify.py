@@ -9,9 +9,10 @@ on its mates, that nothing is written or trained out of sight, and that norms an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +78,11 @@ class Certificate:
         return records.padded_size(size, self.multiple)
 
 
-_POINTS = 3
-"""Where gradients are compared if they are nearly right at the first: see `_NearMiss`."""
+Result = TypeVar("Result")
+Point = TypeVar("Point", int, int | None)
+
+_POINTS = range(3)
+"""Where gradients are compared, at the later ones after a near miss."""
 
 
 class _NearMiss(NotCovered):
@@ -88,9 +92,21 @@ class _NearMiss(NotCovered):
     """
 
 
+def _nearly_right(wrong: dict[str, float]) -> bool:
+    return all(off <= ROUGHLY for off in wrong.values())  # not so where one is nan
+
+
 def _refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
-    kind = _NearMiss if max(wrong.values()) <= ROUGHLY else NotCovered
+    kind = _NearMiss if _nearly_right(wrong) else NotCovered
     return kind(f"{where}{differs(wrong)}")
+
+
+def _clear_of_flips(points: Sequence[Point], attempt: Callable[[Point], Result]) -> Result:
+    """What the attempt gives at the first of these points where it is no near miss."""
+    for point in points[:-1]:
+        with suppress(_NearMiss):
+            return attempt(point)
+    return attempt(points[-1])
 
 
 @contextmanager
@@ -112,10 +128,7 @@ def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) ->
     """Certify the first of `forms` that can be, or say why none can."""
     _refuse_coupling_layers(subject)
     few = _few_records(subject, batch, size)
-    for point in range(_POINTS - 1):
-        with suppress(_NearMiss):
-            return _certified(subject, forms, few, size, point)
-    return _certified(subject, forms, few, size, _POINTS - 1)
+    return _clear_of_flips(_POINTS, lambda point: _certified(subject, forms, few, size, point))
 
 
 def _certified(
@@ -145,7 +158,7 @@ def _certified(
                 if moved and not form.alone:
                     raise NotCovered(moved)
             except NotCovered as refusal:
-                if isinstance(refusal, _NearMiss) and point < _POINTS - 1:
+                if isinstance(refusal, _NearMiss) and point != _POINTS[-1]:
                     raise
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
@@ -234,7 +247,7 @@ def _replayed(
     """
     quiet, program = _attempt(subject, oracle.probe(size), size, Replaying(sites, size))
     wrong = compare(quiet, oracle, evidence)
-    if wrong or quiet.losses.device.type != "cpu":
+    if not _nearly_right(wrong) or quiet.losses.device.type != "cpu":
         return wrong
     others = beside_others(oracle.probe(size), loud=False)
     mixed, ran = _attempt(subject, others, size, Replaying(sites, size))
@@ -242,7 +255,7 @@ def _replayed(
         if not same_bits(square.estimate[::2], mixed.squares[name].estimate[::2]):
             reason = _MIXED if ran == program else OTHER_PROGRAM
             raise NotCovered(f"a record's gradient of {name} depends on its mates: {reason}")
-    return {}
+    return wrong
 
 
 _MIXED = "samples are mixed on the way back; compute each record's loss from that record alone"
@@ -337,14 +350,14 @@ def _refuse_coupling_layers(subject: Subject) -> None:
 def extend(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
     """Test a larger batch than any before it, at the cost of one pass and a few single ones."""
     padded = certificate.padded(size)
-    _retest(certificate, subject, distinct_records(batch, size), padded, range(_POINTS))
+    _retest(certificate, subject, distinct_records(batch, size), padded, _POINTS)
     certificate.largest = padded
 
 
 def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
     """Test a few of this batch's records again, at the parameters as they are now."""
     few = distinct_records(batch, size, most=2)
-    _retest(certificate, subject, few, certificate.padded(size), [None, *range(1, _POINTS)])
+    _retest(certificate, subject, few, certificate.padded(size), [None, *_POINTS[1:]])
 
 
 def _retest(
@@ -354,11 +367,10 @@ def _retest(
     padded: int,
     points: Sequence[int | None],
 ) -> None:
-    """Test at the first of these points, and after a near miss at the next."""
-    for point in points[:-1]:
-        with suppress(_NearMiss):
-            return _retest_at(certificate, subject, few, padded, point)
-    return _retest_at(certificate, subject, few, padded, points[-1])
+    def at(point: int | None) -> None:
+        _retest_at(certificate, subject, few, padded, point)
+
+    _clear_of_flips(points, at)
 
 
 def _retest_at(

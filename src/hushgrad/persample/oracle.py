@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -247,7 +248,7 @@ def _vector_errors(
 
 def differs(wrong: dict[str, float], whence: str = "from its one-record run") -> str:
     """Say which gradient is off the most."""
-    name, off = max(wrong.items(), key=lambda item: item[1])
+    name, off = max(wrong.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     return f"the gradient of {name} differs {whence} by {off:.2g} of its norm"
 
 

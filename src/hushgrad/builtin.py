@@ -148,5 +148,7 @@ def classifier(
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise ValueError(f"expected a {option} among {', '.join(known)}, got {value!r}; name one")
+        raise ValueError(
+            f"expected --{option} to be one of {', '.join(known)}, got {value!r}; name one"
+        )
     return value

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hushgrad import Bounded, Execution, Relation, clipped_sum
+from hushgrad import Bounded, Execution, Relation, Rng, clipped_sum
 from hushgrad.aggregate import SUM_SLACK, aggregate
 from hushgrad.clipping import abadi
 from hushgrad.execution import fitting_micro_batch
 from hushgrad.grouping import per_layer
 from hushgrad.persample import Form, dense, loop, per_sample, traced
-from hushgrad.persample.factors import Outer
+from hushgrad.pieces import Pieces
 from hushgrad.types import Loss
 
 
@@ -42,28 +42,14 @@ def test_sums_that_do_not_match_are_not_added(other: Bounded) -> None:
         Bounded({"w": torch.ones(2)}, 0.5) + other
 
 
-@pytest.mark.parametrize("positions", [1, 4])
-def test_rounding_of_a_wide_layers_sum_stays_far_below_its_slack(positions: int) -> None:
-    """Records that point the same way make the sum, and its rounding, as large as can be."""
-    records, width = 1024, 128
-    a, b = (torch.randn(1, positions, width) for _ in range(2))
-    a, b = (x + 0.01 * torch.randn(records, positions, width) for x in (a, b))
-    weights = 1 / (b.mT.double() @ a.double()).flatten(1).norm(dim=1)
-    full = Outer(a, b).weighted_sum(weights)
-    for at in (0, 100, records - 1):
-        rest = Outer(a, b).weighted_sum(weights.index_fill(0, torch.tensor([at]), 0))
-        own = weights[at] * (b[at].double().mT @ a[at].double())
-        assert (full.double() - rest.double() - own).norm() < 0.5 * SUM_SLACK
-
-
 def test_the_bound_carries_the_slack_of_the_sum() -> None:
     layer = nn.Linear(3, 2)
     params, batch = dict(layer.named_parameters()), torch.randn(5, 3)
     gradients = per_sample(lambda x: layer(x).sum(1), params, batch)
     weights = {name: torch.arange(5.0, dtype=torch.float64) for name in params}
     bounded = aggregate(gradients, weights, bound=2.0)
-    assert SUM_SLACK == 1e-3
-    assert bounded.l2 == 2.0 * (1 + 1e-3)
+    assert SUM_SLACK == 4e-3
+    assert bounded.l2 == 2.0 * (1 + 4e-3)
     expected = (torch.arange(5.0)[:, None] * batch).sum(0).expand(2, 3)
     torch.testing.assert_close(bounded.sum["weight"], expected)
     assert bounded.sum["bias"].tolist() == [10.0, 10.0]
@@ -81,7 +67,7 @@ def test_a_clipped_sum_carries_its_rules_bound(clip_norm: float | list[float], l
         clip=abadi(clip_norm),
         groups=per_layer,
     )
-    assert bounded.l2 == pytest.approx(l2 * (1 + 1e-3), rel=1e-12)
+    assert bounded.l2 == pytest.approx(l2 * (1 + SUM_SLACK), rel=1e-12)
 
 
 # --- execution ---
@@ -109,28 +95,25 @@ def test_parts_cover_the_batch_in_order(
     size: int, micro_batch: int | None, sizes: list[int]
 ) -> None:
     batch = {"x": torch.arange(size * 2).reshape(size, 2), "y": torch.arange(size)}
-    parts = list(Execution(micro_batch=micro_batch).parts(batch))
+    found = list(Execution(micro_batch=micro_batch).parts(batch))
+    parts = [part for part, _ in found]
+    assert sum(share for _, share in found) == pytest.approx(1)
     assert [len(part["y"]) for part in parts] == sizes
     assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
     assert torch.equal(torch.cat([part["y"] for part in parts]), batch["y"])
 
 
-def test_a_large_batch_is_cut_where_rounding_would_grow() -> None:
-    sizes = [len(part) for part in Execution().parts(torch.zeros(2500, 1))]
-    assert sizes == [1024, 1024, 452]
-    assert [len(part) for part in Execution(micro_batch=4096).parts(torch.zeros(1500, 1))] == [
-        1024,
-        476,
-    ]
-
-
-def test_too_many_records_in_one_sum_are_named() -> None:
-    layer = nn.Linear(1, 1)
-    params = dict(layer.named_parameters())
-    gradients = per_sample(lambda x: layer(x).sum(1), params, torch.randn(1025, 1))
-    weights = dict.fromkeys(params, torch.zeros(1025, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"at most 1024 records.*got 1025.*micro-batch"):
-        aggregate(gradients, weights, bound=1.0)
+def test_a_large_batch_is_cut_by_its_pieces_first() -> None:
+    pieces = Pieces(3, Rng.fixed(0))
+    batch = torch.arange(3000.0)[:, None]
+    parts = list(Execution(micro_batch=400).parts(batch, pieces=pieces))
+    shares = [share for _, share in parts]
+    assert sum(shares) == pytest.approx(3)
+    assert [len(part) for part, _ in parts].count(400) == 6
+    places = torch.cat([part for part, _ in parts]).flatten()
+    assert torch.equal(places.sort().values, batch.flatten())
+    assert not torch.equal(places, batch.flatten())
+    assert [len(part) for part, _ in Execution().parts(torch.zeros(2500, 1))] == [1280, 1220]
 
 
 def test_sums_of_micro_batches_are_added_in_float64() -> None:
@@ -153,7 +136,7 @@ def test_an_empty_batch_gives_zeros_under_the_same_bound(micro_batch: int | None
         clip=abadi(0.5),
         execution=Execution(micro_batch=micro_batch),
     )
-    assert bounded.l2 == 0.5 * (1 + 1e-3)
+    assert bounded.l2 == 0.5 * (1 + SUM_SLACK)
     assert {name: tuple(x.shape) for name, x in bounded.sum.items()} == {
         "weight": (2, 3),
         "bias": (2,),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from hushgrad.aggregate import LARGEST_SUM
 from hushgrad.persample import (
     Form,
     Gradients,
@@ -23,7 +23,11 @@ from hushgrad.persample import (
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
+from hushgrad.pieces import LARGEST_PIECE, Pieces
 from hushgrad.types import Batch, Foreseen, Loss, Params
+
+LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
+"""Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
 
 
 @runtime_checkable
@@ -37,6 +41,13 @@ class ClosedForm(Protocol):
         """As `persample.per_sample` would return them, with the same promises."""
 
 
+class MicroBatch(NamedTuple):
+    """Some records of one piece of a batch, and which share of that piece they are."""
+
+    batch: Batch
+    share: float
+
+
 @dataclass(frozen=True)
 class Execution:
     """The form of per-sample gradients, and how many records are worked on at once.
@@ -44,8 +55,8 @@ class Execution:
     With `compile` the fast form is recorded and compiled by `torch.compile`; where it cannot be, a
     line in the log says why, and `form` is taken as it is.
 
-    Without `micro_batch` a batch is taken in one piece, or in pieces of 1024 if it is larger; a
-    loss of K views takes pieces of a Kth of that, so that it needs no more memory. `loss_scale`, a
+    Without `micro_batch` at most 1280 records are worked on at once; a loss of K views takes a Kth
+    of that, so that it needs no more memory. `loss_scale`, a
     power of two, multiplies the losses on their way back and is divided out before norms are taken,
     for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
     a GradScaler's does, would tell of records.
@@ -96,19 +107,37 @@ class Execution:
         return (1 / scale) * scaled
 
     def parts(
-        self, batch: Batch, modules: Sequence[nn.Module] = (), *, rows: int = 1
-    ) -> Iterator[Batch]:
+        self,
+        batch: Batch,
+        modules: Sequence[nn.Module] = (),
+        *,
+        rows: int = 1,
+        pieces: Pieces | None = None,
+    ) -> Iterator[MicroBatch]:
         """The micro-batches of a batch whose records take `rows` rows; an empty one is one part.
 
-        While the caller works on any but the first, the modules' buffers are held: a buffer that
-        counts passes would otherwise tell how many records there were.
+        Each is part of one piece. While the caller works on any but the first, the modules'
+        buffers are held: a buffer that counts passes would otherwise tell how many records there
+        were.
         """
-        size = count(batch)
-        step = min(max((self.micro_batch or LARGEST_SUM) // rows, 1), LARGEST_SUM)
-        yield batch if size <= step else cut(batch, 0, step)
-        for start in range(step, size, step):
-            with restored({}, modules):
-                yield cut(batch, start, min(start + step, size))
+        most = max((self.micro_batch or LARGEST_MICRO_BATCH) // rows, 1)
+        first = True
+        for piece in _pieces(batch, pieces):
+            size = count(piece)
+            for start in range(0, max(size, 1), most):
+                stop = min(start + most, size)
+                part = piece if stop - start == size else cut(piece, start, stop)
+                with nullcontext() if first else restored({}, modules):
+                    yield MicroBatch(part, (stop - start) / size if size else 1.0)
+                first = False
+
+
+def _pieces(batch: Batch, pieces: Pieces | None) -> Iterator[Batch]:
+    dealt = [] if pieces is None else [p for p in pieces.dealt(count(batch)) if len(p)]
+    if not dealt:
+        yield batch
+    for places in dealt:
+        yield take(batch, places)
 
 
 def fitting_micro_batch(

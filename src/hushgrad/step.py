@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hushgrad.aggregate import aggregate, together
+from hushgrad.aggregate import aggregate, piece_error, together
 from hushgrad.augmentation import rows_per_record
 from hushgrad.clipping import Clip, automatic
 from hushgrad.execution import Execution
@@ -19,6 +19,7 @@ from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, release
 from hushgrad.persample import Gradients
 from hushgrad.persample.watch import restored
+from hushgrad.pieces import Pieces
 from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
 from hushgrad.types import (
@@ -55,13 +56,17 @@ class Term:
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch, and the per-sample gradients of its records at one point or at two."""
+    """A micro-batch, and the per-sample gradients of its records at one point or at two.
+
+    It is a `share` of its piece.
+    """
 
     loss: Loss
     params: Params
     batch: Batch
     modules: Sequence[nn.Module]
     execution: Execution
+    share: float = 1.0
     foreseen: Foreseen | None = None
 
     @cached_property
@@ -94,7 +99,8 @@ class Pass:
     """A pass over a batch: the loss, where gradients are taken, and how.
 
     `expected` is the rule that the query will clip by, as far as it is known: with it a form may
-    sum each group as soon as its norms are there.
+    sum each group as soon as its norms are there. `pieces` deals the records of a large batch;
+    without it the batch is summed as one, in float64 where it is too large for float32.
     """
 
     loss: Loss
@@ -106,6 +112,7 @@ class Pass:
     metrics: Metrics | None = None
     observed: Observed = lambda part: {}
     expected: Clip | None = None
+    pieces: Pieces | None = None
 
     def sum(self, ask: Ask) -> Bounded:
         """Sum what is asked for over the records, with their metrics beside it.
@@ -125,6 +132,7 @@ class Pass:
                     term.gradients,
                     partition.spread(w if term.factor == 1 else term.factor * w),
                     bound=abs(term.factor) * term.clip.bound(groups),
+                    share=part.share,
                 )
                 for term, w in zip(terms, weights, strict=True)
             )
@@ -140,11 +148,19 @@ class Pass:
     def parts(self) -> Iterator[Part]:
         """The micro-batches; an empty batch is one."""
         rows = rows_per_record(self.loss)
-        foreseen = self._foreseen()
-        for piece in self.execution.parts(self.batch, self.modules, rows=rows):
-            yield Part(self.loss, self.params, piece, self.modules, self.execution, foreseen)
+        parts = self.execution.parts(self.batch, self.modules, rows=rows, pieces=self.pieces)
+        for batch, share in parts:
+            yield Part(
+                self.loss,
+                self.params,
+                batch,
+                self.modules,
+                self.execution,
+                share,
+                self._foreseen(share),
+            )
 
-    def _foreseen(self) -> Foreseen | None:
+    def _foreseen(self, share: float) -> Foreseen | None:
         """The weights of each group by itself, if there are several and the rule allows it."""
         clip, partition = self.expected, self.groups(tuple(self.params))
         groups = len(partition.names)
@@ -156,7 +172,8 @@ class Pass:
             norms = whole(tuple(squares)).norms(squares)[:, 0]
             return clip.group_weights(norms, group=group, groups=groups)
 
-        return Foreseen(partition.mates, weights)
+        within = piece_error(clip.bound(groups), share=share)
+        return Foreseen(partition.mates, weights, within)
 
 
 @dataclass

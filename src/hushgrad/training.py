@@ -19,6 +19,7 @@ from hushgrad.metrics import NAME, Reading, smoothed
 from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
+from hushgrad.pieces import pieces_for
 from hushgrad.plan import Plan
 from hushgrad.points import move
 from hushgrad.resuming import Keep, Memory, none, remembered
@@ -213,6 +214,7 @@ class Run:
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
             expected=self._clip,
+            pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
         )
         return Round(
             work,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -52,8 +53,14 @@ class PerSample(Protocol):
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         """An upper bound on the squared norm, for each parameter and record, in float64."""
 
-    def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
-        """Sum the records' gradients with these weights; weight 0 means absent, even for nan."""
+    def weighted_sum(
+        self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
+    ) -> dict[str, Tensor]:
+        """Sum the records' gradients with these weights; weight 0 means absent, even for nan.
+
+        The result is off by at most `within`, in Euclidean norm over all parameters, whatever the
+        records are.
+        """
 
     def __add__(self, other: Any) -> PerSample: ...
 
@@ -66,11 +73,17 @@ class Foreseen:
 
     `group` has the names that share a parameter's group; `weights` takes the squared norms of all
     parameters of a group to the weights that its records will get. A form may sum by them ahead of
-    time, and must sum again if other weights are asked for.
+    time, and must sum again if other weights are asked for, or a smaller error than `within`.
     """
 
     group: Mapping[str, tuple[str, ...]]
     weights: Callable[[Mapping[str, Tensor]], Tensor]
+    within: float = math.inf
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return len(set(self.group.values()))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hushgrad.numerics import RELATIVE_SLACK, exact_products, product, square_no
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.settled import Gram, Materialised, settle
+from hushgrad.persample.summing import Summation
 
 RULES = [
     abadi(0.5),
@@ -65,7 +66,8 @@ def assert_bounded(gradient: Gram | Materialised, rule: Clip, batch: int) -> Non
     for i in range(batch):
         alone = torch.zeros_like(weights)
         alone[i] = weights[i]
-        contribution = gradient.weighted_sum(alone, None).double()
+        how = Summation(None, False, (gradient.extents[0].terms,))
+        contribution = gradient.weighted_sum(alone, how).double()
         assert contribution.square().sum().sqrt() <= rule.bound(1) * (1 + 1e-5), rule
 
 

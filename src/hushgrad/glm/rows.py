@@ -18,7 +18,6 @@ from numpy import ndarray
 from scipy import sparse
 from torch import Tensor
 
-from hushgrad.aggregate import LARGEST_SUM
 from hushgrad.numerics import square_norms
 
 MULTIPLE = 64
@@ -30,7 +29,7 @@ by other instructions that round otherwise; 8 rows were seen to be too few.
 
 _COLUMNS = 8  # θ is padded to a multiple of this many columns
 
-PART = LARGEST_SUM
+PART = 1024
 """The most records that are worked on at once."""
 
 LONGEST = 1 + 2.0**-40

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hushgrad.numerics import product
+from hushgrad.persample.summing import DOUBLE, sum_of_products, sum_of_rows
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,17 @@ class Dense:
     def materialised(self) -> Tensor:
         return self.values
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
-        w = weights.to(self.dtype)
+    @property
+    def terms(self) -> int:
+        """How many rows its weighted sum adds up."""
+        return self.batch
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
+        """The sum, by products of at most so many of its terms; see `rows_per_product`."""
         if self.values.dim() == 2:
-            return w @ self.values
-        return (w @ self.values.reshape(self.batch, -1)).reshape(self.values.shape[1:])
+            return sum_of_rows(weights, self.values, rows=rows)
+        flat = self.values.reshape(self.batch, -1)
+        return sum_of_rows(weights, flat, rows=rows).reshape(self.values.shape[1:])
 
     def masked(self, keep: Tensor) -> Dense:
         """Replace the dropped records' gradients by zero, nan included."""
@@ -111,11 +117,16 @@ class Outer:
     def materialised(self) -> Tensor:
         return torch.bmm(self.b.mT, self.a)
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
+    @property
+    def terms(self) -> int:
+        return self.batch * self.positions
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
-        a, b, w = self.a, self.b, weights.to(self.a.dtype).view(-1, 1, 1)
+        a, b = (self.a.double(), self.b.double()) if rows == DOUBLE else (self.a, self.b)
+        w = weights.to(a.dtype).view(-1, 1, 1)
         a, b = (a * w, b) if a.shape[-1] < b.shape[-1] else (a, b * w)
-        return product(b.flatten(0, 1).mT, a.flatten(0, 1))
+        return sum_of_products(b.flatten(0, 1), a.flatten(0, 1), rows=rows)
 
     def masked(self, keep: Tensor) -> Outer:
         return Outer(_mask(self.a, keep), _mask(self.b, keep))
@@ -167,13 +178,19 @@ class OneHot:
         index = self.index.unsqueeze(-1).expand_as(self.b)
         return table.scatter_add_(1, index, self.b)
 
-    def weighted_sum(self, weights: Float[Tensor, " batch"]) -> Tensor:
-        b = self.b * weights.to(self.b.dtype)[:, None, None]
-        rows, place = torch.unique(self.index.flatten(), return_inverse=True)
-        # A frequent row is added up term by term, and float32 would lose digits.
-        sums = b.new_zeros(len(rows), b.shape[-1], dtype=torch.float64)
+    @property
+    def terms(self) -> int:
+        return 1  # they are added in float64, and their sum is rounded once
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
+        dtype = torch.float64 if rows == DOUBLE else self.dtype
+        b = self.b.to(dtype) * weights.to(dtype)[:, None, None]
+        entries, place = torch.unique(self.index.flatten(), return_inverse=True)
+        # A frequent entry is added up term by term, and float32 would lose digits.
+        sums = b.new_zeros(len(entries), b.shape[-1], dtype=torch.float64)
         sums.index_add_(0, place, b.flatten(0, 1).double())
-        return b.new_zeros(self.rows, b.shape[-1]).index_copy_(0, rows, sums.to(b.dtype))
+        total = b.new_zeros(self.rows, b.shape[-1], dtype=dtype)
+        return total.index_copy_(0, entries, sums.to(dtype))
 
     def masked(self, keep: Tensor) -> OneHot:
         return replace(self, b=_mask(self.b, keep))

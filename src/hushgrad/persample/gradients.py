@@ -14,7 +14,14 @@ from torch import Tensor
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use
 from hushgrad.persample.gram import Rough, sharing_rows
-from hushgrad.persample.settled import LARGEST_PRODUCT, Gradient, measure, settle
+from hushgrad.persample.settled import (
+    LARGEST_FACTOR,
+    LARGEST_PRODUCT,
+    Gradient,
+    measure,
+    settle,
+)
+from hushgrad.persample.summing import Summation, rows_within
 from hushgrad.types import Params, Refused
 
 Key = tuple[int, ...]
@@ -102,9 +109,10 @@ class Gradients:
     def _zeros(self) -> Float[Tensor, " padded"]:
         return torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
 
-    def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
+    ) -> dict[str, Tensor]:
         self.require_unwritten()
-        sums = {}
         with torch.no_grad(), exact_products(self._losses.device):
             largest, uppers, _ = self._measured
             # Padding counts too: a copy has draws of its own.
@@ -112,15 +120,22 @@ class Gradients:
             # Parameters of one group share their weights, which are padded and looked at once.
             shared = {id(w): w for w in weights.values()}
             padded = {key: with_padding(w, self._padded) for key, w in shared.items()}
-            fits = {key: largest * _most(w) < LARGEST_PRODUCT for key, w in shared.items()}
-            for name, p in self._params.items():
-                if name not in self.settled:
-                    sums[name] = wide(torch.zeros_like(p))
-                    continue
-                key = id(weights[name])
-                keep = None if finite else padded[key] != 0
-                sums[name] = self.settled[name].weighted_sum(padded[key], keep, fits=fits[key])
-        return sums
+            fits = {
+                key: largest < LARGEST_FACTOR and largest * _most(w) < LARGEST_PRODUCT
+                for key, w in shared.items()
+            }
+            own = {name: padded[id(weights[name])] for name in self.settled}
+            extents = {name: gradient.extents for name, gradient in self.settled.items()}
+            rows = rows_within(extents, own, within=within)
+            sums = {}
+            for name, gradient in self.settled.items():
+                keep = None if finite else own[name] != 0
+                how = Summation(keep, fits[id(weights[name])], rows[name])
+                sums[name] = gradient.weighted_sum(own[name], how)
+        return {
+            name: sums[name] if name in sums else wide(torch.zeros_like(p))
+            for name, p in self._params.items()
+        }
 
     def held(self) -> list[Tensor]:
         """The tensors that the factors consist of."""

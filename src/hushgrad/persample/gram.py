@@ -27,6 +27,11 @@ class Rough(NamedTuple):
     def square(self) -> Square:
         return Square(self.estimate, self.slack)
 
+    @property
+    def lengths(self) -> Tensor:
+        """S, which is the norm where nothing can cancel."""
+        return self.square.upper.sqrt() if self.length is None else self.length
+
 
 def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
     """Squared norms by inner products of rows.

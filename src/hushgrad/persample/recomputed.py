@@ -26,6 +26,7 @@ from hushgrad.persample.rules import RULES
 from hushgrad.persample.settled import Gradient, Known, settle
 from hushgrad.persample.sites import Replaying
 from hushgrad.persample.subject import Subject
+from hushgrad.persample.summing import Extent, Summation, rows_within
 from hushgrad.persample.tape import HandOver, Tape
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import guarded, refuse_kept, refuse_strangers
@@ -56,6 +57,7 @@ class Recomputed(Gradients):
         self._position = guide.position
         self._all: dict[str, Square] = {}
         self._known: dict[str, Known] = {}
+        self._extents: dict[str, list[Extent]] = {}
         self._foreseen = _worth_it(subject.foreseen)
         self._waiting: dict[str, Gradient] = {}
         self._ahead: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and the sum with them
@@ -66,6 +68,7 @@ class Recomputed(Gradients):
     def _measure(self, name: str, uses: dict[Key, Use]) -> None:
         gradient = settle(tuple(uses.values()), tuple(self._params[name].shape))
         self._all[name], self._known[name] = gradient.square, gradient.measured
+        self._extents[name] = gradient.extents
         if self._foreseen is not None:
             self._waiting[name] = gradient
             if self._waiting.keys() >= set(self._foreseen.group[name]):
@@ -80,10 +83,15 @@ class Recomputed(Gradients):
         finite = _all_finite(self._all[n] for n in group if n in self._all)
         padded = with_padding(weights, self._padded)
         with torch.no_grad(), exact_products(weights.device):
-            for n in group:
-                if (gradient := self._waiting.pop(n, None)) is not None:
-                    total = gradient.weighted_sum(padded, None if finite else padded != 0)
-                    self._ahead[n] = weights, total
+            there = {n: self._waiting.pop(n) for n in group if n in self._waiting}
+            rows = rows_within(
+                {n: self._extents[n] for n in there},
+                dict.fromkeys(there, padded),
+                within=foreseen.within / math.sqrt(foreseen.groups),
+            )
+            for n, gradient in there.items():
+                how = Summation(None if finite else padded != 0, False, rows[n])
+                self._ahead[n] = weights, gradient.weighted_sum(padded, how)
 
     def _pass_back(self, hand_over: HandOver, *, again: bool) -> None:
         tape, guide, graph = self._tape, self._guide, self._graph
@@ -120,10 +128,13 @@ class Recomputed(Gradients):
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         return {name: square.upper for name, square in self.squares.items()}
 
-    def weighted_sum(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
-        ahead = self._ahead
-        right = all(n in ahead and _alike(weights[n], ahead[n][0]) for n in self._all)
-        sums = {n: ahead[n][1] for n in self._all} if right else self._again(weights)
+    def weighted_sum(
+        self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
+    ) -> dict[str, Tensor]:
+        ahead, allowed = self._ahead, within / abs(self._scale) if self._scale else math.inf
+        exact = self._foreseen is not None and self._foreseen.within <= allowed
+        right = exact and all(n in ahead and _alike(weights[n], ahead[n][0]) for n in self._all)
+        sums = {n: ahead[n][1] for n in self._all} if right else self._again(weights, allowed)
         self._graph, self._ahead = None, {}
         refuse_kept(self._others)
         if self._scale != 1:
@@ -133,17 +144,21 @@ class Recomputed(Gradients):
             for name, p in self._params.items()
         }
 
-    def _again(self, weights: Mapping[str, Float[Tensor, " batch"]]) -> dict[str, Tensor]:
+    def _again(
+        self, weights: Mapping[str, Float[Tensor, " batch"]], within: float
+    ) -> dict[str, Tensor]:
         """The sums by a second pass."""
         sums: dict[str, Tensor] = {}
         padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
         finite = _all_finite(self._all.values())
+        own = {name: padded[id(weights[name])] for name in self._extents}
+        rows = rows_within(self._extents, own, within=within)
 
         def add(name: str, uses: dict[Key, Use]) -> None:
             shape = tuple(self._params[name].shape)
             gradient = settle(tuple(uses.values()), shape, known=self._known[name])
-            own = padded[id(weights[name])]
-            sums[name] = gradient.weighted_sum(own, None if finite else own != 0)
+            how = Summation(None if finite else own[name] != 0, False, rows[name])
+            sums[name] = gradient.weighted_sum(own[name], how)
 
         subject = self._subject
         with guarded(subject.params, subject.modules, subject.free_buffers):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from hushgrad.nested import leaves_of, map_leaves
@@ -54,9 +55,9 @@ def count(batch: Batch) -> int:
     return int(sizes.pop() or 0)
 
 
-def take(batch: Batch, index: list[int]) -> Batch:
+def take(batch: Batch, index: Sequence[int] | ndarray) -> Batch:
     """The records at these positions, in this order, repeats allowed."""
-    places = torch.tensor(index, dtype=torch.long)
+    places = torch.as_tensor(index, dtype=torch.long)
     return map_tensors(lambda x: x[places.to(x.device)], batch)
 
 

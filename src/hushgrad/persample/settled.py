@@ -7,6 +7,8 @@ record's gradient is written out and both come from one tensor.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,10 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hushgrad.numerics import RELATIVE_SLACK, Square, square_norms
+from hushgrad.numerics import RELATIVE_SLACK, Square, rounding, square_norms
 from hushgrad.numerics import nothing_lost_at_zero as unless_zero
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows, Use, merge
 from hushgrad.persample.gram import Rough, gram_square, norms_of, nothing_lost_at_zero, width_of
+from hushgrad.persample.summing import Extent, Summation
 
 Shape = tuple[int, ...]
 Cost = tuple[float, float]
@@ -72,11 +75,15 @@ class Materialised:
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
         return Square(estimate, slack)
 
-    def weighted_sum(
-        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
-    ) -> Tensor:
-        dense = self._dense if keep is None else self._dense.masked(keep)
-        return dense.weighted_sum(weights)
+    @property
+    def extents(self) -> list[Extent]:
+        """What its sum's rounding depends on."""
+        return [_extent(self.held, self.square.upper.sqrt())]
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], how: Summation) -> Tensor:
+        dense = self._dense if how.keep is None else self._dense.masked(how.keep)
+        (rows,) = how.rows
+        return dense.weighted_sum(weights, rows)
 
 
 def _shaped(each: Tensor, shape: Shape) -> Tensor:
@@ -87,6 +94,12 @@ def _shaped(each: Tensor, shape: Shape) -> Tensor:
 # beyond it norm and sum are both taken from the record's gradient in float64.
 _LARGEST_CANCELLATION = 100.0
 LARGEST_PRODUCT = 2.0**120  # of a factor's entry and its weight, in float32
+LARGEST_FACTOR = 2.0**80  # of a factor's entry: what the other loses by underflow stays tiny
+
+
+def _extent(factors: tuple[Factor, ...], lengths: Tensor) -> Extent:
+    ratio = rounding(factors[0].dtype) / rounding(torch.float32)
+    return Extent(ratio * lengths, sum(factor.terms for factor in factors))
 
 
 class Measured(NamedTuple):
@@ -95,6 +108,7 @@ class Measured(NamedTuple):
     square: Square
     largest: Tensor  # the square of no entry of a factor is above this
     fragile: list[int]  # the records that are written out
+    lengths: Tensor  # an upper bound on Σ‖a‖‖b‖ over a record's terms, written out ones aside
 
 
 class Gram:
@@ -126,8 +140,9 @@ class Gram:
 
     def believe(self) -> None:
         """Take the rough squares as they are."""
-        assert self.rough.largest is not None
-        self.measured = Measured(self.rough.square, self.rough.largest, [])
+        rough = self.rough
+        assert rough.largest is not None
+        self.measured = Measured(rough.square, rough.largest, [], rough.lengths)
 
     @cached_property
     def measured(self) -> Measured:
@@ -150,7 +165,9 @@ class Gram:
         for i in fragile:
             exact = square_norms(self._record(i)[None])
             estimate[i], slack[i] = exact.estimate[0], exact.slack[0]
-        return Measured(Square(estimate, slack), largest, fragile)
+        lengths = Rough(estimate, slack, length, largest).lengths
+        lengths = lengths.index_fill(0, torch.tensor(fragile, device=lengths.device).long(), 0)
+        return Measured(Square(estimate, slack), largest, fragile, lengths)
 
     @property
     def square(self) -> Square:
@@ -165,24 +182,31 @@ class Gram:
         parts = [factor.record(index).reshape(self._shape) for factor in self.held]
         return torch.stack(parts).sum(0)
 
-    def weighted_sum(
-        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
-    ) -> Tensor:
-        """The sum; with `fits` no product of an entry and a weight can overflow."""
-        _, largest, fragile = self.measured
+    @property
+    def extents(self) -> list[Extent]:
+        """What its sum's rounding depends on."""
+        return [_extent(self.held, self.measured.lengths)]
+
+    def weighted_sum(self, weights: Float[Tensor, " batch"], how: Summation) -> Tensor:
+        _, largest, fragile, _ = self.measured
         apart = fragile
-        if not fits:
-            # A factor may be large where their product is not: it must not overflow by its weight.
-            too_large = ~(largest * weights.abs().clamp_min(1).square() < LARGEST_PRODUCT**2)
-            apart = sorted({*fragile, *_indices(too_large)})
+        if not how.fits:
+            # A factor may be large where their product is not: it must not overflow by its weight,
+            # nor lose digits where the weight makes it tiny.
+            heavy = largest * weights.abs().clamp_min(1).square() < LARGEST_PRODUCT**2
+            apart = sorted({*fragile, *_indices(~(heavy & (largest < LARGEST_FACTOR**2)))})
         places = torch.tensor(apart, dtype=torch.long, device=weights.device) if apart else None
         factored = weights if places is None else weights.index_fill(0, places, 0)
-        factors = self.held if keep is None else [f.masked(keep) for f in self.held]
-        parts = [factor.weighted_sum(factored).reshape(self._shape) for factor in factors]
-        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        factors = self.held if how.keep is None else [f.masked(how.keep) for f in self.held]
+        (rows,) = how.rows
+        total, *others = (f.weighted_sum(factored, rows).reshape(self._shape) for f in factors)
+        for other in others:
+            total = total + other
+        if any(weights[i] != 0 for i in apart):
+            total = total.double()  # in float32 each would round what others have added
         for i in apart:
             if weights[i] != 0:
-                total += (weights[i] * self._record(i)).to(total.dtype)
+                total += weights[i] * self._record(i)
         return total
 
 
@@ -198,6 +222,10 @@ class Stacked:
         return [leaf for block in self._blocks.values() for leaf in block.leaves]
 
     @property
+    def extents(self) -> list[Extent]:
+        return [extent for block in self._blocks.values() for extent in block.extents]
+
+    @property
     def measured(self) -> dict[int, Any]:
         return {start: block.measured for start, block in self._blocks.items()}
 
@@ -208,14 +236,13 @@ class Stacked:
         estimate = torch.stack([part.estimate for part in parts]).sum(0)
         return Square(estimate, torch.stack([part.slack for part in parts]).sum(0))
 
-    def weighted_sum(
-        self, weights: Float[Tensor, " batch"], keep: Tensor | None, *, fits: bool = False
-    ) -> Tensor:
-        sums = {
-            start: part.weighted_sum(weights, keep, fits=fits)
-            for start, part in self._blocks.items()
-        }
-        total = next(iter(sums.values())).new_zeros(self._shape)
+    def weighted_sum(self, weights: Float[Tensor, " batch"], how: Summation) -> Tensor:
+        sums, rows = {}, iter(how.rows)
+        for start, block in self._blocks.items():
+            own = how._replace(rows=tuple(itertools.islice(rows, len(block.extents))))
+            sums[start] = block.weighted_sum(weights, own)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in sums.values()))
+        total = next(iter(sums.values())).new_zeros(self._shape, dtype=dtype)
         for start, part in sums.items():
             total[start : start + len(part)] = part
         return total

@@ -1,0 +1,65 @@
+"""Pieces of a batch: where each record's draw puts it, so that leaving one out moves no other.
+
+A sum over records rounds by all of its records. Cut by place, a large batch would be cut otherwise
+once a record is left out, and every sum would round anew. So each record of a large batch draws its
+piece from the run's key, and one record is part of one sum. docs/rounding.md has the proof.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from hushgrad.rng import Rng
+from hushgrad.types import Refused
+
+Places = Int64[ndarray, "_"]
+"""Places in a batch, ascending."""
+
+LARGEST_PIECE = 1024
+"""The most records, on average, that one piece holds.
+
+With more, float32 could add up only a few rows at a time to keep within the error of a piece.
+"""
+
+LARGEST_BATCH = 2**24
+"""The most records of a batch, on average: of so many the proof covers adding up the pieces."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How many pieces there are, a public number, and the key by which records are dealt to them.
+
+    >>> pieces = Pieces(3, Rng.fixed(0))
+    >>> [places.tolist() for places in pieces.dealt(5)]
+    [[0, 2, 4], [3], [1]]
+    """
+
+    count: int
+    rng: Rng
+
+    def dealt(self, records: int) -> list[Places]:
+        """The places of each piece's records, in ascending order.
+
+        Guarantees: every record draws its piece by itself, each piece with the same probability up
+        to 2⁻⁴⁰.
+        """
+        drawn = (self.rng.words(records) % np.uint64(self.count)).astype(np.int64)
+        order = np.argsort(drawn, kind="stable")
+        return np.split(order, np.searchsorted(drawn[order], np.arange(1, self.count)))
+
+
+def pieces_for(expected_batch: float, rng: Rng) -> Pieces | None:
+    """The pieces of a batch of this public expected size; None for a batch in one piece."""
+    if expected_batch > LARGEST_BATCH:
+        raise Refused(
+            f"expected batches of at most {LARGEST_BATCH} records on average, got "
+            f"{expected_batch:g}, of which the sum's rounding is not proved to be small; sample "
+            "smaller batches"
+        )
+    count = math.ceil(expected_batch / LARGEST_PIECE)
+    return Pieces(count, rng) if count > 1 else None

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+import scipy
 import torch
 from torch import Tensor, nn
 
 from hushgrad import Execution, Rng, clipped_sum
 from hushgrad.aggregate import PIECE_ERROR, SUM_SLACK, aggregate
+from hushgrad.algorithms import FedAvg
 from hushgrad.clipping import abadi, automatic, normalize
+from hushgrad.glm.gradients import clipped_sum as linear_sum
+from hushgrad.glm.losses import logistic
+from hushgrad.glm.rows import Rows as LinearRows
+from hushgrad.glm.rows import scaled_rows
 from hushgrad.grouping import per_layer
 from hushgrad.persample import Gradients, difference, recomputed
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows
 from hushgrad.persample.settled import Gradient, Stacked
 from hushgrad.persample.summing import DOUBLE, rows_per_product, sum_of_products, sum_of_rows
-from hushgrad.pieces import LARGEST_BATCH, LARGEST_PIECE, Pieces, pieces_for
+from hushgrad.pieces import LARGEST_PIECE, Pieces, pieces_for
 from hushgrad.step import Pass, Term
 from hushgrad.types import Refused
 
@@ -188,6 +195,37 @@ def test_a_share_keeps_its_bound_at_the_ends_of_the_scale(
         assert 0.98 * clip_norm <= share <= clip_norm * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_linear_models_are_exact_in_any_number(sparse: bool) -> None:
+    """They work in float64, where records that round alike still add up."""
+    records = 2**17
+    x = alike(records, 4).double().numpy()
+    rows = scaled_rows(scipy.sparse.csr_array(x) if sparse else x, feature_norm=1.0)
+    theta, labels = torch.zeros(1, 4, dtype=torch.float64), torch.ones(records)
+    clip = normalize(0.3)
+
+    def total(some: LinearRows) -> Tensor:
+        bounded = linear_sum(some, labels[: some.count], theta, loss=logistic(), clip=clip)
+        return bounded.sum["coef"]
+
+    moved = total(rows) - total(rows.take(np.arange(1, records)))
+    assert abs(float(moved.norm()) - 0.3) <= 0.3 * 1e-3 * SUM_SLACK
+
+
+def test_federated_clients_are_summed_as_exactly() -> None:
+    clients = 3000
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    algorithm = FedAvg(local_rate=0.1)
+    x = alike(clients, 1, WIDTH)
+
+    def total(x: Tensor) -> Tensor:
+        work = Pass(lambda x: layer(x)[:, 0], dict(layer.named_parameters()), x)
+        bounded = work.sum(lambda part: [Term(algorithm.updates(part), normalize())])
+        return bounded.sum["weight"].double()
+
+    assert abs(float((total(x) - total(x[1:])).norm()) - 1) <= SUM_SLACK
+
+
 # --- how many rows --------------------------------------------------------------------------------
 
 
@@ -247,8 +285,10 @@ def test_pieces_hold_every_record_once_and_depend_on_public_numbers() -> None:
         assert all((places[1:] > places[:-1]).all() for places in dealt)
     sizes = [len(places) for places in pieces.dealt(100_000)]
     assert min(sizes) > 9_500 and max(sizes) < 10_500
-    with pytest.raises(Refused, match="on average"):
-        pieces_for(LARGEST_BATCH + 1, rng)
+    Pieces(2**14, rng).require_few_sums(1024)
+    for count, micro_batch in ((2**14 + 1, 1024), (2**10, 1)):
+        with pytest.raises(Refused, match=r"added up from fewer sums.*larger micro_batch"):
+            Pieces(count, rng).require_few_sums(micro_batch)
 
 
 class Draws(Pieces):

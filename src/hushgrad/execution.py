@@ -121,6 +121,8 @@ class Execution:
         were.
         """
         most = max((self.micro_batch or LARGEST_MICRO_BATCH) // rows, 1)
+        if pieces is not None:
+            pieces.require_few_sums(most)
         first = True
         for piece in _pieces(batch, pieces):
             size = count(piece)

@@ -26,8 +26,8 @@ LARGEST_PIECE = 1024
 With more, float32 could add up only a few rows at a time to keep within the error of a piece.
 """
 
-LARGEST_BATCH = 2**24
-"""The most records of a batch, on average: of so many the proof covers adding up the pieces."""
+_MOST_ADDITIONS = 2**38
+"""Records times sums that are added up: of so many the proof covers the rounding in float64."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,19 @@ class Pieces:
         order = np.argsort(drawn, kind="stable")
         return np.split(order, np.searchsorted(drawn[order], np.arange(1, self.count)))
 
+    def require_few_sums(self, micro_batch: int) -> None:
+        """Refuse a batch of which too many sums would be added up."""
+        records = self.count * LARGEST_PIECE
+        sums = max(self.count, records // micro_batch)
+        if records * sums > _MOST_ADDITIONS:
+            raise Refused(
+                f"expected batches that are added up from fewer sums, got {sums} of about "
+                f"{micro_batch} records, whose rounding is not proved to be small; sample smaller "
+                "batches, or pass a larger micro_batch"
+            )
+
 
 def pieces_for(expected_batch: float, rng: Rng) -> Pieces | None:
     """The pieces of a batch of this public expected size; None for a batch in one piece."""
-    if expected_batch > LARGEST_BATCH:
-        raise Refused(
-            f"expected batches of at most {LARGEST_BATCH} records on average, got "
-            f"{expected_batch:g}, of which the sum's rounding is not proved to be small; sample "
-            "smaller batches"
-        )
     count = math.ceil(expected_batch / LARGEST_PIECE)
     return Pieces(count, rng) if count > 1 else None

@@ -1,7 +1,8 @@
-"""The figures as Markdown: python -m benchmarks.tables FILE.json… [--page docs/benchmarks.md].
+"""The figures as Markdown: python -m benchmarks.tables FILE.json… [--page PAGE.md]…
 
 The files are those that `benchmarks.run --json` writes. With `--page` the tables are put into the
-page between the marks `<!-- steps -->` and `<!-- end of steps -->`, and so on for each table.
+page between the marks `<!-- steps -->` and `<!-- end of steps -->`, and so on for each table that
+the page has marks for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Row = dict[str, Any]
 TOLERANCE = 0.01  # hushgrad's norms are upper bounds, at most 1 % above their estimate
 MEASURABLE = 2**20  # bytes; less is lost among the pages that a process happens to touch
 NONE = "–"
+OVERVIEW = ("hushgrad", "opacus-hooks", "opacus-ghost")
 
 
 def load(path: Path) -> list[Row]:
@@ -148,6 +150,17 @@ def runs_table(rows: Sequence[Row]) -> str:
     return table(("run", "library", "time", "time, memory kept", "with start and imports"), lines)
 
 
+def overview_table(rows: Sequence[Row]) -> str:
+    """Steps and whole runs beside those of Opacus, with the defaults, in a few columns."""
+    lines: list[Sequence[str]] = []
+    for group in by_workload(rows).values():
+        found = {row["library"]: row for row in group}
+        if "hushgrad" in found:
+            usual = [columns(found.get(name, {}))[0] for name in OVERVIEW]
+            lines.append((group[0]["title"], *(figures(f["ratio"]) if f else NONE for f in usual)))
+    return table(("time ÷ the time without privacy", "hushgrad", "Opacus", "Opacus, ghost"), lines)
+
+
 def caption(rows: Sequence[Row]) -> str:
     """The conditions of all rows, in a sentence."""
 
@@ -177,6 +190,11 @@ def is_large(row: Row) -> bool:
 
 
 SECTIONS: dict[str, tuple[Callable[[Row], bool], Callable[[Sequence[Row]], str], str]] = {
+    "overview": (
+        lambda row: not is_large(row),
+        overview_table,
+        "make bench ARGS='--json docs/benchmarks.json'",
+    ),
     "steps": (
         lambda row: not is_run(row) and not is_large(row),
         steps_table,
@@ -204,32 +222,35 @@ def section(name: str, rows: Sequence[Row]) -> str:
 
 def pages(rows: Sequence[Row]) -> str:
     """All tables that have rows, one below the other."""
-    return "\n".join(
-        section(n, rows) for n, (takes, *_) in SECTIONS.items() if any(map(takes, rows))
-    )
+    names = [n for n, (takes, *_) in SECTIONS.items() if any(map(takes, rows))]
+    return "\n".join(section(name, rows) for name in names if name != "overview")
 
 
 def filled(page: str, rows: Sequence[Row]) -> str:
-    """The page with every table put between its marks."""
-    for name in SECTIONS:
+    """The page with a table put between each pair of marks."""
+    marked = [name for name in SECTIONS if f"<!-- {name} -->" in page]
+    if not marked:
+        raise ValueError(f"expected marks such as <!-- steps --> for some of {list(SECTIONS)}")
+    for name in marked:
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        if page.count(start) != 1 or page.count(end) != 1:
-            raise ValueError(f"expected the lines {start.strip()} and {end} once in the page")
-        before, rest = page.split(start)
-        page = before + start + section(name, rows) + end + rest.split(end)[1]
+        before, found, rest = page.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"expected the lines {start.strip()} and {end} in the page")
+        page = before + start + section(name, rows) + end + after
     return page
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="Files that benchmarks.run wrote.")],
-    page: Annotated[Path | None, typer.Option(help="Put the tables into this page.")] = None,
+    page: Annotated[list[Path] | None, typer.Option(help="Put the tables into this page.")] = None,
 ) -> None:
-    """Print the tables in Markdown, or put them into a page."""
+    """Print the tables in Markdown, or put them into pages."""
     rows = list({key(row): row for path in files for row in load(path)}.values())
-    if page is None:
+    if not page:
         sys.stdout.write(pages(rows))
-    else:
-        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    for path in page or ():
+        path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

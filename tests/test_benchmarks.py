@@ -238,19 +238,29 @@ def test_the_tables_say_what_is_wrong_refused_or_set() -> None:
     assert "| the mnist_run | plain | 12.3 ms | – | 3 s |\n" in page
     assert "|  | good | 2.00 (2.00–2.00) | – | 2.00 |\n" in page
     assert "set by whoever ran it: OMP_NUM_THREADS=1" in page
+    beside = [*rows, row("cnn", "hushgrad", 1.5), row("cnn", "opacus-ghost", 2.5)]
+    assert "| the cnn | 1.50 | – | 2.50 |\n" in tables.overview_table(beside)
 
 
-def test_the_pages_tables_are_made_from_the_figures_beside_it() -> None:
-    page = (TOP / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_a_pages_tables_are_made_from_the_figures(name: str) -> None:
+    page = (TOP / name).read_text(encoding="utf-8")
     rows = tables.load(TOP / "docs" / "benchmarks.json")
     assert tables.filled(page, rows) == page, (
-        "run python -m benchmarks.tables docs/benchmarks.json --page docs/benchmarks.md"
+        f"run python -m benchmarks.tables docs/benchmarks.json --page {name}"
     )
-    other = tables.filled(page, [row("cnn", "hushgrad", 1.5), row("vit_small", "hushgrad", 1.7)])
-    assert "1.50 (1.50–1.50)" in other and "1.70 (1.70–1.70)" in other
+    other = tables.filled(page, [row("cnn", "hushgrad", 1.56), row("vit_small", "hushgrad", 1.78)])
+    assert other != page and "1.56" in other
     assert tables.filled(other, rows) == page
-    with pytest.raises(ValueError, match="steps"):
-        tables.filled(page.replace("<!-- steps -->", ""), rows)
+
+
+def test_a_page_without_both_marks_is_refused() -> None:
+    filled = tables.filled("<!-- runs -->\nold\n<!-- end of runs -->\nmore", [])
+    assert filled.startswith("<!-- runs -->\n*To be measured: `python -m benchmarks.run ")
+    assert filled.endswith("`.*\n<!-- end of runs -->\nmore")
+    for page in ("", "<!-- runs -->\nold", "<!-- runs --> <!-- end of runs -->"):
+        with pytest.raises(ValueError, match="runs"):
+            tables.filled(page, [])
 
 
 @pytest.mark.slow

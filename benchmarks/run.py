@@ -41,6 +41,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 
 ALL = (*WORKLOADS, "mnist_run")
 QUICK = ("tiny", "tiny_run")
+BUSY = 20.0  # percent; a plain step of two threads that wait for a third took 90 times as long
 # What changes figures, if whoever runs this has set it; it is left as it is, and written down.
 TELLING = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "TORCH", "PYTORCH")
 
@@ -70,6 +71,9 @@ def answer(task: str, workload: str, library: str) -> Row:
 
 def conditions(effort: Effort) -> Row:
     """What must be known to read a figure."""
+    busy = psutil.cpu_percent(interval=0.5)
+    if busy > BUSY:
+        progress(f"  the machine is {busy:.0f} % busy with other work, which disturbs the figures")
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -78,7 +82,7 @@ def conditions(effort: Effort) -> Row:
         "repeats": effort.repeats,
         "block_seconds": effort.block_seconds,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(TELLING)},
-        "busy_percent": psutil.cpu_percent(interval=0.5),
+        "busy_percent": busy,
     }
 
 
@@ -112,7 +116,8 @@ def of_steps(workload: str, library: str, effort: Effort, *, memory: bool) -> Ro
 
 def of_runs(name: str, trainers: Sequence[str], effort: Effort) -> Iterable[Row]:
     """The rows of a whole run: each trainer once in every round, each time in a new process."""
-    about, found = conditions(effort), {}
+    about = conditions(effort)
+    found: dict[tuple[str, str], list[Row | str]] = {}
     for allocator in effort.allocators:
         for turn in range(effort.repeats):
             order = [BASE, *trainers]

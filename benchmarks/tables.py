@@ -86,9 +86,9 @@ def memory(row: Row) -> str:
     return figures(row["peak_bytes"] / row["plain_peak_bytes"])
 
 
-def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, the first two columns to the left."""
-    rule = ["---" if i < 2 else "---:" for i in range(len(headings))]
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]], *, words: int = 2) -> str:
+    """A table in Markdown, the first columns, of words, to the left."""
+    rule = ["---" if i < words else "---:" for i in range(len(headings))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rule, *lines))
 
 
@@ -158,7 +158,8 @@ def overview_table(rows: Sequence[Row]) -> str:
         if "hushgrad" in found:
             usual = [columns(found.get(name, {}))[0] for name in OVERVIEW]
             lines.append((group[0]["title"], *(figures(f["ratio"]) if f else NONE for f in usual)))
-    return table(("time ÷ the time without privacy", "hushgrad", "Opacus", "Opacus, ghost"), lines)
+    headings = ("time ÷ the time without privacy", "hushgrad", "Opacus", "Opacus, ghost")
+    return table(headings, lines, words=1)
 
 
 def caption(rows: Sequence[Row]) -> str:

@@ -1,15 +1,15 @@
 """One adapter per library: how it clips a workload's batch, and one private step with it.
 
 Every library clips each record's gradient to norm `CLIP_NORM` by Abadi's rule, adds the records
-up, and takes a step of SGD on the sum divided by the batch size. It is clipped as a whole, except
-by `hushgrad-layers`.
+up, adds noise, and takes a step of SGD on the sum divided by the batch size. It is clipped as a
+whole, except by `hushgrad-layers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,26 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.workloads import Batch, Workload
 
-if TYPE_CHECKING:
-    from hushgrad import Bounded
-
 CLIP_NORM = 1.0
+NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 1e-3
+RATE = 0.1  # what the plan says of the sampling; a step's time does not depend on it
 
 
-class Private(Protocol):
+class Steps(Protocol):
+    """A workload set up to take steps."""
+
+    def step(self) -> None:
+        """One step, from the batch to new parameters."""
+
+
+class Private(Steps, Protocol):
     """A workload set up for one library, and the names of the parameters clipped together."""
 
     groups: Sequence[Sequence[str]]
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of the clipped gradients of the batch, without noise, by parameter name."""
-
-    def step(self) -> None:
-        """One private step, from the batch to new parameters."""
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -46,77 +49,69 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(trainable(model).values(), lr=LEARNING_RATE)
 
 
-def plain(workload: Workload) -> Callable[[], None]:
-    """The non-private step that all others are measured against."""
-    optimizer = sgd(workload.model)
+class Plain:
+    """Without privacy: the step that all others are measured against, as it is or compiled."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        workload.loss(workload.batch).mean().backward()
-        optimizer.step()
+    def __init__(self, workload: Workload, *, compile: bool = False) -> None:
+        self.batch = workload.batch
+        self.loss = torch.compile(workload.loss) if compile else workload.loss
+        self.optimizer = sgd(workload.model)
 
-    return step
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.batch, reduction="mean").backward()
+        self.optimizer.step()
 
 
 class Hushgrad:
-    """This library; the frugal form takes a second backward pass and holds less.
+    """This library, by `hg.train`: a step has all the checks and records that a user's has.
 
-    With `layers` it needs no second pass, as each layer is clipped by itself.
+    Only the drawing of the batch is left out, as it is for every library here. The frugal form
+    takes a second backward pass and holds less. With `layers` it needs no second pass, as each
+    layer is clipped by itself.
     """
 
     def __init__(
         self,
         workload: Workload,
         *,
-        noise_multiplier: float,
         frugal: bool = False,
         layers: bool = False,
         compile: bool = False,
     ) -> None:
         import hushgrad as hg
-        from hushgrad.noise import gaussian
         from hushgrad.persample import auto, recomputed
+        from hushgrad.sampling import Poisson, Stated
 
-        self.hg, self.workload = hg, workload
-        self.execution = hg.Execution(
-            form=recomputed if frugal or layers else auto, compile=compile
-        )
-        self.grouping = hg.per_layer if layers else hg.grouping.whole
-        self.noise, self.rng, self.steps = gaussian(noise_multiplier), hg.Rng.from_os(), 0
-        self.params = trainable(workload.model)
-        self.groups = tuple(dict.fromkeys(self.grouping(tuple(self.params)).mates.values()))
-        self.optimizer = sgd(workload.model)
-
-    def bounded(self) -> Bounded:
-        """The clipped sum with its bound."""
-        model, loss, batch = self.workload
-        clip = self.hg.abadi(CLIP_NORM)
-        return self.hg.clipped_sum(
-            loss,
-            self.params,
-            batch,
+        self.workload, self.params = workload, trainable(workload.model)
+        grouping = hg.per_layer if layers else hg.grouping.whole
+        self.groups = tuple(dict.fromkeys(grouping(tuple(self.params)).mates.values()))
+        clip = hg.abadi(CLIP_NORM)
+        execution = hg.Execution(form=recomputed if frugal or layers else auto, compile=compile)
+        self.bounded = partial(
+            hg.clipped_sum, clip=clip, groups=grouping, modules=(workload.model,),
+            execution=execution,
+        )  # fmt: skip
+        plan = hg.Plan(
+            records=round(len(workload.batch[0]) / RATE),
+            sampling=Stated([workload.batch], Poisson(RATE)),
+            steps=10**7,  # more than are ever taken
+            noise_multiplier=NOISE_MULTIPLIER,
+            delta=1e-5,
             clip=clip,
-            groups=self.grouping,
-            modules=(model,),
-            execution=self.execution,
+            groups=grouping,
         )
+        self.run = hg.train(
+            workload.model, sgd(workload.model), None, plan=plan, rng=hg.Rng.from_os(),
+            execution=execution,
+        )  # fmt: skip
+        self.batches = iter(self.run)
 
     def clipped_sum(self) -> dict[str, Tensor]:
-        return self.bounded().sum
+        return self.bounded(self.workload.loss, self.params, self.workload.batch).sum
 
     def step(self) -> None:
-        from hushgrad.noise import release
-
-        self.optimizer.zero_grad()
-        total = self.bounded()
-        values = total.sum
-        if self.noise.noise_multiplier:
-            values = release(total, self.noise, rng=self.rng, step=self.steps).values
-        self.steps += 1
-        batch_size = len(self.workload.batch[0])
-        for name, value in values.items():
-            self.params[name].grad = value.div_(batch_size).to(self.params[name].dtype)
-        self.optimizer.step()
+        self.run.step(self.workload.loss, next(self.batches))
 
 
 def with_layers_of_opacus(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -135,7 +130,7 @@ def with_layers_of_opacus(model: nn.Module) -> dict[str, nn.Parameter]:
 class OpacusHooks:
     """Opacus with `grad_sample_mode="hooks"`: every per-sample gradient is stored."""
 
-    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+    def __init__(self, workload: Workload) -> None:
         from opacus import GradSampleModule
         from opacus.optimizers import DPOptimizer
 
@@ -146,14 +141,14 @@ class OpacusHooks:
         self.module = GradSampleModule(workload.model)
         self.optimizer = DPOptimizer(
             sgd(workload.model),
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=NOISE_MULTIPLIER,
             max_grad_norm=CLIP_NORM,
             expected_batch_size=len(workload.batch[0]),
         )
 
     def backward(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.workload.loss(self.workload.batch).mean().backward()
+        self.workload.loss(self.workload.batch, reduction="mean").backward()
 
     def clipped_sum(self) -> dict[str, Tensor]:
         self.backward()
@@ -168,7 +163,7 @@ class OpacusHooks:
 class OpacusGhost:
     """Opacus with `grad_sample_mode="ghost"`: a backward pass for the norms, one for the sum."""
 
-    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+    def __init__(self, workload: Workload) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
         from opacus.optimizers import DPOptimizerFastGradientClipping
 
@@ -180,7 +175,7 @@ class OpacusGhost:
         )
         self.optimizer = DPOptimizerFastGradientClipping(
             sgd(workload.model),
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=NOISE_MULTIPLIER,
             max_grad_norm=CLIP_NORM,
             expected_batch_size=len(workload.batch[0]),
         )
@@ -216,9 +211,8 @@ class LossModule(nn.Module):
 class Vmap:
     """`torch.func.vmap(grad)` over the whole batch, by hand."""
 
-    def __init__(self, workload: Workload, *, noise_multiplier: float) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.noise_multiplier = noise_multiplier
         self.params = trainable(workload.model)
         self.groups = (tuple(self.params),)
         self.optimizer = sgd(workload.model)
@@ -240,13 +234,12 @@ class Vmap:
     def step(self) -> None:
         batch_size = len(self.workload.batch[0])
         for name, total in self.clipped_sum().items():
-            if self.noise_multiplier:
-                total += self.noise_multiplier * CLIP_NORM * torch.randn_like(total)
+            total += NOISE_MULTIPLIER * CLIP_NORM * torch.randn_like(total)
             self.params[name].grad = total / batch_size
         self.optimizer.step()
 
 
-LIBRARIES: dict[str, Callable[..., Private]] = {
+PRIVATE: dict[str, Callable[[Workload], Private]] = {
     "hushgrad": Hushgrad,
     "hushgrad-frugal": partial(Hushgrad, frugal=True),
     "hushgrad-layers": partial(Hushgrad, layers=True),
@@ -254,4 +247,11 @@ LIBRARIES: dict[str, Callable[..., Private]] = {
     "opacus-hooks": OpacusHooks,
     "opacus-ghost": OpacusGhost,
     "vmap": Vmap,
+}
+BASE = "plain"
+"""The library that all the others are compared with."""
+LIBRARIES: dict[str, Callable[[Workload], Steps]] = {
+    BASE: Plain,
+    "plain-compiled": partial(Plain, compile=True),
+    **PRIVATE,
 }

@@ -1,13 +1,13 @@
-"""What one child process measures: python -m benchmarks.measure TASK WORKLOAD LIBRARY REPEATS.
+"""What one child process measures: python -m benchmarks.measure TASK WORKLOAD LIBRARY.
 
-Prints one line of JSON. A library that fails on a workload is an answer, not a crash.
+It answers by lines of JSON (`benchmarks/turns.py`). A library that fails on a workload is an
+answer, not a crash. The tasks are those of `TASKS`.
 """
 
 import ctypes
 import gc
-import json
+import logging
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +17,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.libraries import CLIP_NORM, LIBRARIES, plain, trainable
+from benchmarks.libraries import CLIP_NORM, LIBRARIES, PRIVATE, trainable
+from benchmarks.turns import Facts, channel, serve, shortened
+from benchmarks.whole import TRAINERS
 from benchmarks.workloads import Workload, build
 
-WARMUP = 5  # the heap still grows in the second; hushgrad tests a model at 1, 2, 4, 8, 16 …
+WARM_UP = 5  # the heap still grows in the second; hushgrad tests a model at 1, 2, 4, 8, 16 …
+
+Send = Callable[[Facts], None]
 
 
 def oracle(workload: Workload, groups: Sequence[Sequence[str]]) -> dict[str, Tensor]:
@@ -46,38 +50,51 @@ def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     return float((missed / sum(e.square().sum() for e in expected.values())) ** 0.5)
 
 
-def check(workload: str, library: str) -> float:
-    """Relative error of the library's clipped sum, with dropout set to 0."""
-    private = LIBRARIES[library](build(workload, dropout=False), noise_multiplier=0.0)
-    expected = oracle(build(workload, dropout=False), private.groups)
-    return relative_error(private.clipped_sum(), expected)
+def error(workload: str, library: str, send: Send) -> None:
+    """Send the relative error of a library's clipped sum, with dropout set to 0.
 
-
-def seconds(step: Callable[[], None]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def timing(workload: str, library: str, repeats: int) -> dict[str, float]:
-    """Median step times, and the median of each private step's ratio to its plain neighbour.
-
-    The steps take turns, each on its own copy of the model, so that a slow spell of the machine
-    falls on all of them.
+    What it logs meanwhile, such as a form that it falls back from, is sent too.
     """
-    noises = {"without_noise": 0.0, "with_noise": 1.0}
-    steps = {"plain": plain(build(workload))}
-    for name, noise in noises.items():
-        steps[name] = LIBRARIES[library](build(workload), noise_multiplier=noise).step
-    for _ in range(WARMUP):
-        for step in steps.values():
-            step()
-    gc.collect()
-    rounds = [{name: seconds(step) for name, step in steps.items()} for _ in range(repeats)]
-    return {"plain_seconds": statistics.median(r["plain"] for r in rounds)} | {
-        name: statistics.median(r[name] / r["plain"] for r in rounds) for name in noises
-    }
+    if library not in PRIVATE:
+        send({"graph_breaks": graph_breaks(workload)} if library == "plain-compiled" else {})
+        return
+    notes = _Notes()
+    logging.getLogger("hushgrad").addHandler(notes)
+    private = PRIVATE[library](build(workload, dropout=False))
+    expected = oracle(build(workload, dropout=False), private.groups)
+    found = relative_error(private.clipped_sum(), expected)
+    send({"error": found, "notes": notes.lines})
+
+
+def graph_breaks(workload: str) -> int:
+    """How often `torch.compile` leaves the plain loss for Python."""
+    built = build(workload)
+    return int(torch._dynamo.explain(built.loss)(built.batch).graph_break_count)
+
+
+class _Notes(logging.Handler):
+    """Warnings, as lines for a table."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(shortened(record.getMessage()))
+
+
+def steps(workload: str, library: str, send: Send) -> None:
+    """Take the steps that the parent asks for."""
+    step = LIBRARIES[library](build(workload)).step
+    serve(step, send, threads=torch.get_num_threads())
+
+
+def run(workload: str, trainer: str, send: Send) -> None:
+    """Train once from beginning to end, as a user would."""
+    train = TRAINERS[trainer](workload)
+    start = time.perf_counter()
+    train()
+    send({"seconds": time.perf_counter() - start, "threads": torch.get_num_threads()})
 
 
 def reset_peak() -> bool:
@@ -106,57 +123,43 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
-def memory(workload: str, library: str) -> int:
-    """Bytes by which the peak of a few steps exceeds the memory of the model and its set-up.
+def memory(workload: str, library: str, send: Send) -> None:
+    """Send the bytes by which a step's peak exceeds the memory of the model and its set-up.
 
     The first steps are left out: hushgrad certifies the model in them.
     """
 
-    def stepping() -> Callable[[], None]:
-        built = build(workload)
-        if library == "plain":
-            return plain(built)
-        return LIBRARIES[library](built, noise_multiplier=0.0).step
-
     def warm_up(step: Callable[[], None]) -> None:
-        for _ in range(WARMUP):
+        for _ in range(WARM_UP):
             step()
 
     # Steps of another copy load code and start threads, which is no part of the step's need.
-    warm_up(stepping())
+    warm_up(LIBRARIES[library](build(workload)).step)
     gc.collect()
     give_back_freed_memory()
-    step = stepping()
+    step = LIBRARIES[library](build(workload)).step
     start = psutil.Process().memory_info().rss
     warm_up(step)
     gc.collect()
     give_back_freed_memory()
     was_reset = reset_peak()
     step()
-    return max(peak_bytes(was_reset=was_reset) - start, 0)
+    send({"peak_bytes": max(peak_bytes(was_reset=was_reset) - start, 0)})
 
 
-def reason(error: Exception) -> str:
-    """The first line of an error, cut to fit a table."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 60 else text[:59] + "…"
+TASKS: dict[str, Callable[[str, str, Send], None]] = {
+    task.__name__: task for task in (error, steps, memory, run)
+}
 
 
-def main(task: str, workload: str, library: str, repeats: int) -> dict[str, object]:
-    """Run one task; an exception of the library becomes `{"refuses": reason}`."""
+def main(task: str, workload: str, library: str) -> None:
+    """Do one task; an exception of the library becomes `{"refuses": reason}`."""
+    send = channel()
     try:
-        if task == "memory":
-            return {"peak_bytes": memory(workload, library)}
-        return {"error": check(workload, library)} | timing(workload, library, repeats)
-    except Exception as error:
-        return {"refuses": reason(error)}
-
-
-def run(arguments: list[str]) -> None:
-    """Run the task that a command line names, and print its figures."""
-    task, workload, library, repeats = arguments
-    sys.stdout.write(json.dumps(main(task, workload, library, int(repeats))) + "\n")
+        TASKS[task](workload, library, send)
+    except Exception as failure:
+        send({"refuses": shortened(str(failure)) or type(failure).__name__})
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    main(*sys.argv[1:])

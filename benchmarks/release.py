@@ -80,11 +80,13 @@ def not_loaded(work: Callable[[], object]) -> Callable[[], None]:
     return before
 
 
-def main(parameters: int = 1 << 23, repeats: int = 9, threads: int = 2) -> None:
+def main(parameters: int = 1 << 23, repeats: int = 9, threads: int | None = None) -> None:
     """Compare the release with what it consists of, and with `torch.normal_`, which is not sound.
 
-    The digest is part of the release, and also shown alone.
+    The digest is part of the release, and also shown alone. Measured with one thread, and with as
+    many as torch takes by itself.
     """
+    threads = threads or torch.get_num_threads()
     rng, noise = Rng.from_os(), gaussian(1.0)
     large = Bounded({"w": torch.randn(parameters)}, 1.0)
     other = torch.empty(parameters)

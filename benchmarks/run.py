@@ -1,163 +1,216 @@
-"""Compare private steps with the plain step: python -m benchmarks.run --help.
+"""Compare private training with plain training: python -m benchmarks.run --help.
 
-Each library and workload is measured in processes of its own (`benchmarks/measure.py`).
+The plain and the private step are measured in a process each, which take turns in blocks of steps
+(`benchmarks/turns.py`). Nothing is set that a user has not set: the number of threads, how they
+wait and how memory is freed are the defaults of torch and of the system. A second column, labelled
+so, is timed with freed memory kept by glibc.
 """
 
-import json
+from __future__ import annotations
+
 import os
 import platform
-import subprocess
 import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from datetime import date
+from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import psutil
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.libraries import LIBRARIES
-from benchmarks.workloads import SCALE, WORKLOADS
+from benchmarks import tables, whole, workloads
+from benchmarks.libraries import BASE, LIBRARIES
+from benchmarks.tables import Row
+from benchmarks.turns import Failed, Worker, take_turns
+from benchmarks.whole import RUNS, TRAINERS
+from benchmarks.workloads import BY_NAME, WORKLOADS
 
-ROOT = Path(__file__).parents[1]
-TOLERANCE = 0.01  # hushgrad's norms are upper bounds, at most 1 % above their estimate
-TIMEOUT_SECONDS = 1800
-# Waiting threads that spin take the core from the working one once anything else runs: on two
-# busy cores the plain step of the MLP then took 0.22 s in place of 0.05 s.
-THREADS = {"OMP_WAIT_POLICY": "passive"}
-# glibc returns a large tensor's pages to the system and faults them in again at the next step.
-# For a library that stores every gradient that is most of the time, and a cost of the machine.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "default": {},
+    # glibc returns a large tensor's pages to the system, and faults them in again at the next step.
+    "memory kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
+}
+"""What is set in the children's environment, for each column of times."""
 
-MEASURABLE = 2**20  # bytes; less is lost among the pages that a process happens to touch
+ALL = (*WORKLOADS, "mnist_run")
+QUICK = ("tiny", "tiny_run")
+BUSY = 20.0  # percent; a plain step of two threads that wait for a third took 90 times as long
+# What changes figures, if whoever runs this has set it; it is left as it is, and written down.
+TELLING = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "TORCH", "PYTORCH")
 
-Row = dict[str, Any]
+progress = Console(stderr=True, highlight=False, soft_wrap=True).print
 
 
-def measure(
-    task: str,
-    workload: str,
-    library: str,
-    *,
-    repeats: int,
-    environment: dict[str, str],
-    module: str = "benchmarks.measure",
-) -> Row:
-    """Run one child process and return its line of JSON."""
-    command = [sys.executable, "-m", module, task, workload, library, str(repeats)]
+class Effort(NamedTuple):
+    """How often, how long and with which allocators is measured."""
+
+    repeats: int
+    block_seconds: float
+    allocators: Sequence[str]
+
+
+def child(task: str, workload: str, library: str, allocator: str = "default") -> Worker:
+    """A process that does one of the tasks of `benchmarks.measure`."""
+    command = [sys.executable, "-m", "benchmarks.measure", task, workload, library]
+    return Worker(command, environment=ALLOCATORS[allocator])
+
+
+@cache
+def answer(task: str, workload: str, library: str) -> Row:
+    """What such a process finds out, where it is one line; found once."""
+    with child(task, workload, library) as worker:
+        return worker.ready
+
+
+def conditions(effort: Effort) -> Row:
+    """What must be known to read a figure."""
+    busy = psutil.cpu_percent(interval=0.5)
+    if busy > BUSY:
+        progress(f"  the machine is {busy:.0f} % busy with other work, which disturbs the figures")
+    return {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "processors": os.cpu_count(),
+        "repeats": effort.repeats,
+        "block_seconds": effort.block_seconds,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(TELLING)},
+        "busy_percent": busy,
+    }
+
+
+def timed(workload: str, library: str, allocator: str, effort: Effort) -> Row:
+    """The figures of one column: a plain process and another, which take turns."""
+    with ExitStack() as both:
+        plain = both.enter_context(child("steps", workload, BASE, allocator))
+        other = both.enter_context(child("steps", workload, library, allocator))
+        turns = take_turns(plain, other, pairs=effort.repeats, block_seconds=effort.block_seconds)
+        return turns.facts() | {"threads": other.ready["threads"]}
+
+
+def of_steps(workload: str, library: str, effort: Effort, *, memory: bool) -> Row:
+    """A row of the table of steps."""
+    row: Row = {"workload": workload, "title": workloads.title(workload), "library": library}
+    row["about"] = conditions(effort)
     try:
-        child = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return {"refuses": f"not done after {TIMEOUT_SECONDS} s"}
-    if child.returncode == 0:
-        return json.loads(child.stdout.splitlines()[-1])
-    lines = child.stderr.strip().splitlines() or ["no message"]
-    return {"refuses": "killed" if child.returncode < 0 else lines[-1][:60]}
+        row |= answer("error", workload, library)
+        row["allocators"] = {}
+        for allocator in effort.allocators:
+            row["allocators"][allocator] = found = timed(workload, library, allocator, effort)
+            progress(f"  {library:18} {allocator:12} {tables.ratio(found)} of {tables.base(found)}")
+        if memory:
+            row["plain_peak_bytes"] = answer("memory", workload, BASE)["peak_bytes"]
+            row |= answer("memory", workload, library)
+    except Failed as failure:
+        row["refuses"] = str(failure)
+        progress(f"  {library:18} refuses: {failure}")
+    return row
 
 
-def rows_of(workload: str, libraries: list[str], repeats: int, *, keep_memory: bool) -> list[Row]:
-    """One row per library, and first that of the plain step, in seconds and bytes."""
-    timed = THREADS | (KEEP_MEMORY if keep_memory else {})
-
-    def peak(library: str) -> Row:
-        return measure("memory", workload, library, repeats=repeats, environment=THREADS)
-
-    plain: Row = {"workload": workload, "library": "non-private"} | peak("plain")
-    rows = []
-    for library in libraries:
-        row: Row = {"workload": workload, "library": library}
-        row |= measure("time", workload, library, repeats=repeats, environment=timed)
-        if "refuses" not in row:
-            row |= peak(library)
-        if "peak_bytes" in row and plain.get("peak_bytes", 0) >= MEASURABLE:
-            row["memory"] = row["peak_bytes"] / plain["peak_bytes"]
-        rows.append(row)
-    if seconds := [row["plain_seconds"] for row in rows if "plain_seconds" in row]:
-        plain["plain_seconds"] = median(seconds)
-    return [plain, *rows]
-
-
-def cells(row: Row) -> list[str]:
-    """A row as it is printed."""
-    if "refuses" in row:
-        return [row["library"], f"refuses: {row['refuses']}", "", "", ""]
-    if row["library"] == "non-private":
-        time = f"{row['plain_seconds'] * 1e3:.1f} ms" if "plain_seconds" in row else "–"
-        return [row["library"], "", time, "", f"{row['peak_bytes'] / 2**20:.0f} MiB"]
-    verdict = "WRONG " if row["error"] > TOLERANCE else ""
-    ratios = [f"{row[k]:.2f}×" if k in row else "–" for k in ("without_noise", "with_noise")]
-    return [
-        row["library"],
-        f"{verdict}{row['error']:.1e}",
-        *ratios,
-        f"{row['memory']:.2f}×" if "memory" in row else "–",
-    ]
+def of_runs(name: str, trainers: Sequence[str], effort: Effort) -> Iterable[Row]:
+    """The rows of a whole run: each trainer once in every round, each time in a new process."""
+    about = conditions(effort)
+    found: dict[tuple[str, str], list[Row | str]] = {}
+    for allocator in effort.allocators:
+        for turn in range(effort.repeats):
+            order = [BASE, *trainers]
+            for trainer in order if turn % 2 == 0 else reversed(order):
+                one = whole_run(name, trainer, allocator)
+                found.setdefault((trainer, allocator), []).append(one)
+                said = one if isinstance(one, str) else tables.duration(one["seconds"])
+                progress(f"  {trainer:18} {allocator:12} {said}")
+    for trainer in trainers:
+        row: Row = {"workload": name, "title": whole.title(name), "library": trainer}
+        row |= {"about": about, "allocators": {}}
+        for allocator in effort.allocators:
+            pairs = list(zip(found[BASE, allocator], found[trainer, allocator], strict=True))
+            failures = [x for pair in pairs for x in pair if isinstance(x, str)]
+            if failures:
+                row["refuses"] = failures[0]
+                break
+            row["allocators"][allocator] = facts_of_runs(pairs)
+        yield row
 
 
-def table_of(rows: list[Row], about: Row) -> Table:
-    """All rows as one table, with what is needed to read them below it."""
-    kept = "freed memory kept by glibc" if about["keep_memory"] else "glibc's own defaults"
-    table = Table(
-        title="Private step ÷ non-private step",
-        caption=f"Median of {about['repeats']} paired ratios; torch {about['torch']}, "
-        f"{about['threads']} threads, {kept}; machine {about['busy_percent']:.0f} % busy before.",
-    )
-    for heading in ("workload", "library", "error", "time", "time with noise", "peak memory"):
-        table.add_column(heading, justify="left" if heading in ("workload", "library") else "right")
-    for i, row in enumerate(rows):
-        first = i == 0 or rows[i - 1]["workload"] != row["workload"]
-        last = i + 1 == len(rows) or rows[i + 1]["workload"] != row["workload"]
-        table.add_row(row["workload"] if first else "", *cells(row), end_section=last)
-    return table
+def whole_run(name: str, trainer: str, allocator: str) -> Row | str:
+    """Seconds of the run, and of its process from the start; or why there is none."""
+    start = time.perf_counter()
+    try:
+        with child("run", name, trainer, allocator) as worker:
+            return worker.ready | {"process_seconds": time.perf_counter() - start}
+    except Failed as failure:
+        return str(failure)
 
 
-def chosen(text: str, known: dict[str, Any]) -> list[str]:
-    """The names in a comma-separated list, all of them for `all`."""
-    names = list(known) if text == "all" else text.split(",")
+def facts_of_runs(pairs: list[tuple[Row, Row]]) -> Row:
+    """The figures of one column of a trainer, from its runs beside plain ones."""
+    ratios = [other["seconds"] / plain["seconds"] for plain, other in pairs]
+    return {
+        "ratio": median(ratios),
+        "least": min(ratios),
+        "largest": max(ratios),
+        "ratios": ratios,
+        "seconds": median(other["seconds"] for _, other in pairs),
+        "plain_seconds": median(plain["seconds"] for plain, _ in pairs),
+        "process_ratio": median(o["process_seconds"] / p["process_seconds"] for p, o in pairs),
+        "process_seconds": median(other["process_seconds"] for _, other in pairs),
+        "plain_process_seconds": median(plain["process_seconds"] for plain, _ in pairs),
+        "threads": pairs[0][1]["threads"],
+    }
+
+
+def chosen(text: str, every: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The names in a comma-separated list, `every` for all."""
+    names, known = list(every) if text == "all" else text.split(","), list(known)
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"expected names from {', '.join(known)}, got {unknown}")
     return names
 
 
+def allocators_here() -> list[str]:
+    """Both where the C library is glibc, whose settings they are."""
+    return list(ALLOCATORS) if platform.libc_ver()[0] == "glibc" else ["default"]
+
+
 def main(
     workloads: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = "all",
     libraries: Annotated[str, typer.Option(help="Comma-separated names, or all.")] = "all",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds per library.")] = 7,
-    keep_memory: Annotated[
-        bool, typer.Option(help="Time with glibc keeping freed memory between steps.")
-    ] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of blocks, or whole runs.")] = 7,
+    block: Annotated[float, typer.Option(min=0.001, help="Least seconds of a block.")] = 0.5,
+    allocators: Annotated[str, typer.Option(help="default, memory kept, or all.")] = "all",
+    memory: Annotated[bool, typer.Option(help="Measure the peak of memory too.")] = True,
+    quick: Annotated[bool, typer.Option(help="Try everything on something tiny.")] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file too.")
+        Path | None,
+        typer.Option("--json", help="Add the figures to this file; measured anew they replace."),
     ] = None,
 ) -> None:
-    """Measure time and memory of a private step, relative to the same model's plain step."""
-    picked = list(WORKLOADS) if workloads == "all" else chosen(workloads, WORKLOADS | SCALE)
-    compared = chosen(libraries, LIBRARIES)
-    about: Row = {
-        "repeats": repeats,
-        "keep_memory": keep_memory,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "busy_percent": psutil.cpu_percent(interval=1.0),
-    }
-    progress, rows = Console(stderr=True), []
-    for workload in picked:
-        with progress.status(f"measuring {workload}"):
-            rows += rows_of(workload, compared, repeats, keep_memory=keep_memory)
-    Console().print(table_of(rows, about))
-    if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    """Measure time and memory of private training, relative to the same model's plain training."""
+    effort = Effort(repeats, block, chosen(allocators, allocators_here(), ALLOCATORS))
+    if quick:
+        effort = Effort(1, 0.01, ["default"])
+    compared = [name for name in LIBRARIES | TRAINERS if name != BASE]
+    compared = chosen(libraries, ["hushgrad"] if quick else compared, compared)
+    rows: list[Row] = []
+    for workload in chosen(workloads, QUICK if quick else ALL, BY_NAME | RUNS):
+        progress(workload)
+        if workload in RUNS:
+            found = of_runs(workload, [t for t in compared if t in TRAINERS], effort)
+        else:
+            steps = [name for name in compared if name in LIBRARIES]
+            found = (of_steps(workload, name, effort, memory=memory) for name in steps)
+        for row in found:
+            rows.append(row)
+            if json_path:
+                tables.save(json_path, row)
+    sys.stdout.write(tables.pages(rows))
 
 
 if __name__ == "__main__":

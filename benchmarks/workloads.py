@@ -1,6 +1,7 @@
 """The models and batches that are timed: random data, the same at every build."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,23 +15,27 @@ Batch = tuple[Tensor, ...]
 
 
 class Workload(NamedTuple):
-    """A model, a batch, and `loss(batch) -> [batch]`, which closes over the model."""
+    """A model, a batch, and `loss(batch) -> [batch]`, which closes over the model.
+
+    `loss(batch, reduction="mean")` is the number that a plain training loop would compute.
+    """
 
     model: nn.Module
-    loss: Callable[[Batch], Tensor]
+    loss: Callable[..., Tensor]
     batch: Batch
 
 
 def classifier(model: nn.Module, x: Tensor, classes: int) -> Workload:
     """Cross-entropy of `model(x)` against random labels."""
-    y = torch.randint(classes, (len(x),))
-    return Workload(
-        model, lambda batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), (x, y)
-    )
+
+    def loss(batch: Batch, reduction: str = "none") -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+    return Workload(model, loss, (x, torch.randint(classes, (len(x),))))
 
 
 def mlp(*, dropout: bool) -> Workload:
-    """784-1024-1024-10 with ReLU, batch 256."""
+    """MLP 784-1024-1024-10 with ReLU, batch 256."""
     layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
     return classifier(nn.Sequential(*layers, nn.Linear(1024, 10)), torch.rand(256, 784), 10)
 
@@ -96,10 +101,10 @@ def bert(*, dropout: bool) -> Workload:
     types = torch.zeros_like(ids)
     labels = torch.randint(2, (32,))
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(batch: Batch, reduction: str = "none") -> Tensor:
         ids, types, places, labels = batch
         logits = model(input_ids=ids, token_type_ids=types, position_ids=places).logits
-        return F.cross_entropy(logits, labels, reduction="none")
+        return F.cross_entropy(logits, labels, reduction=reduction)
 
     return Workload(model, loss, (ids, types, positions(ids), labels))
 
@@ -116,13 +121,13 @@ def tied_gpt2(
     model = GPT2LMHeadModel(config)
     ids = torch.randint(config.vocab_size, (batch, length))
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(batch: Batch, reduction: str = "none") -> Tensor:
         ids, places = batch
         logits = model(input_ids=ids, position_ids=places).logits[:, :-1]
         # Flattened: with the classes in dimension 1 the same loss takes several times as long.
         words = ids[:, 1:].flatten()
-        tokens = F.cross_entropy(logits.flatten(0, 1), words, reduction="none")
-        return tokens.view(len(ids), -1).mean(dim=1)
+        tokens = F.cross_entropy(logits.flatten(0, 1), words, reduction=reduction)
+        return tokens if reduction == "mean" else tokens.view(len(ids), -1).mean(dim=1)
 
     return Workload(model, loss, (ids, positions(ids)))
 
@@ -142,9 +147,9 @@ def logistic(*, dropout: bool) -> Workload:
     model = nn.Linear(123, 1)
     x, y = torch.rand(1024, 123), torch.randint(2, (1024,)).float()
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(batch: Batch, reduction: str = "none") -> Tensor:
         x, y = batch
-        return F.binary_cross_entropy_with_logits(model(x).squeeze(1), y, reduction="none")
+        return F.binary_cross_entropy_with_logits(model(x).squeeze(1), y, reduction=reduction)
 
     return Workload(model, loss, (x, y))
 
@@ -175,11 +180,45 @@ def vit_small(*, dropout: bool) -> Workload:
     model = ViTForImageClassification(config)
     labels = torch.randint(2, (8,))
 
-    def loss(batch: Batch) -> Tensor:
+    def loss(batch: Batch, reduction: str = "none") -> Tensor:
         pixels, labels = batch
-        return F.cross_entropy(model(pixels).logits, labels, reduction="none")
+        return F.cross_entropy(model(pixels).logits, labels, reduction=reduction)
 
     return Workload(model, loss, (torch.rand(8, 3, 224, 224), labels))
+
+
+def tiny(*, dropout: bool) -> Workload:
+    """Softmax regression on 20 features, batch 16: only to try the benchmark out."""
+    return classifier(nn.Linear(20, 3), torch.rand(16, 20), 3)
+
+
+WIDTH = 128  # of the encoder whose sizes `benchmarks.growth` varies
+SIZES: dict[str, Sequence[int]] = {
+    "batch": (8, 16, 32, 64, 128),
+    "sequence": (16, 32, 64, 128, 256),
+    "depth": (1, 2, 4, 8, 12),
+}
+USUAL = {"batch": 32, "sequence": 64, "depth": 4}
+
+
+class Encoder(nn.Module):
+    """A transformer encoder with a linear head on the mean of its outputs."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def encoder(what: str, size: int, *, dropout: bool) -> Workload:
+    """An encoder of the usual sizes but for one."""
+    sizes = USUAL | {what: size}
+    x = torch.rand(sizes["batch"], sizes["sequence"], WIDTH)
+    return classifier(Encoder(sizes["depth"]), x, 10)
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
@@ -189,11 +228,21 @@ SCALE: dict[str, Callable[..., Workload]] = {
     build.__name__: build for build in (vit_small, gpt2_small)
 }
 """Larger models, which `--workloads all` leaves out."""
+GROWTH: dict[str, Callable[..., Workload]] = {
+    f"{what}-{size}": partial(encoder, what, size) for what in SIZES for size in SIZES[what]
+}
+BY_NAME = WORKLOADS | SCALE | GROWTH | {"tiny": tiny}
+
+
+def title(name: str) -> str:
+    """A workload in words, for tables."""
+    words = " ".join((BY_NAME[name].__doc__ or "").split()).rstrip(".")
+    return words if name in WORKLOADS | SCALE else name
 
 
 def build(name: str, *, dropout: bool = True) -> Workload:
     """Build a workload in training mode from a fixed seed; `dropout=False` sets it to 0."""
     torch.manual_seed(0)
-    workload = (WORKLOADS | SCALE)[name](dropout=dropout)
+    workload = BY_NAME[name](dropout=dropout)
     workload.model.train()
     return workload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,7 @@ class _Wrong(Gradients):
         super().__init__(inner.factors, inner._params, inner._losses, inner._padded)
         self.flaw = flaw
 
-    def weighted_sum(self, weights: Any) -> dict[str, Tensor]:
+    def weighted_sum(self, weights: Any, *, within: float = math.inf) -> dict[str, Tensor]:
         if self.flaw == "nan":
             return {
                 name: sum(
@@ -109,7 +110,7 @@ class _Wrong(Gradients):
                 )
                 for name, uses in self.factors.items()
             }
-        sums = super().weighted_sum(weights)
+        sums = super().weighted_sum(weights, within=within)
         shift = 0.1 if self.flaw == "not linear" and len(self.losses) == 5 else 0.0
         return {name: x + shift * (weights[name] > 1.5).any() for name, x in sums.items()}
 

@@ -30,6 +30,7 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, MixedDpEvent, PureDpEvent
 from hushgrad.accounting.closed_forms import gaussian_epsilon, recursive_momentum_noise_multiplier
+from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms import (
     Affine,
     Ball,
@@ -176,7 +177,7 @@ def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: 
     epsilon, drawn, scores = 0.2, list[float](), list[float]()
 
     def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
-        assert bounded.l1 == pytest.approx(factor / 2 * C1 * 1.001 / RECORDS, rel=1e-9)
+        assert bounded.l1 == pytest.approx(factor / 2 * C1 * (1 + SUM_SLACK) / RECORDS, rel=1e-9)
         assert noise.noise_multiplier == pytest.approx(2 / (epsilon - 2**-14), rel=1e-9)
         found = release(bounded, noise, rng=rng, step=step)
         drawn.append(float(found.values["norm"] - bounded.sum["norm"]))
@@ -187,7 +188,7 @@ def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: 
     plan = plan_of(Sgd(noisy_min(epsilon)), **(FULL | {"epochs": 120}), relation=relation)
     seen = watched(plan, monkeypatch, lr=0.05)
     assert scores[0] == pytest.approx(size(seen.sums[0].sum) / RECORDS, rel=1e-6)
-    scale = factor * C1 * 1.001 / (RECORDS * epsilon)
+    scale = factor * C1 * (1 + SUM_SLACK) / (RECORDS * epsilon)
     fits = stats.kstest(drawn, stats.laplace(scale=scale).cdf)
     literal = stats.kstest(drawn, stats.laplace(scale=scale * epsilon).cdf)
     assert fits.pvalue > 1e-3

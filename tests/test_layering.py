@@ -17,6 +17,7 @@ GROUND = {
     "types": frozenset({"numerics", "rng"}),
     "points": frozenset({"types"}),
     "events": frozenset({"types"}),
+    "files": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
@@ -35,7 +36,7 @@ COMPOSERS = frozenset(
         "accounting",
     }
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "recipe", "augmentation", "charging", "resuming"}
+    | {"demo", "cli", "recipe", "augmentation", "charging", "folder", "resuming"}
     | {
         "evaluation",
         "builtin",

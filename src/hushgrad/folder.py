@@ -58,14 +58,20 @@ class Claim:
                 self._folders.append(path)
 
     def _leave(self, *, refused: bool) -> None:
+        try:
+            if refused:
+                self._take_back()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+
+    def _take_back(self) -> None:
         with suppress(OSError):
-            for path in self._files if refused else ():
+            for path in self._files:
                 path.unlink(missing_ok=True)
         with suppress(OSError):  # the first that is not empty keeps those around it
-            for path in reversed(self._folders) if refused else ():
+            for path in reversed(self._folders):
                 path.rmdir()
-        if self._lock is not None:
-            os.close(self._lock)
 
 
 def _locked(folder: Path) -> int:

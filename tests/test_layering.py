@@ -18,6 +18,7 @@ GROUND = {
     "points": frozenset({"types"}),
     "events": frozenset({"types"}),
     "pieces": frozenset({"rng", "types"}),
+    "files": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
@@ -36,7 +37,7 @@ COMPOSERS = frozenset(
         "accounting",
     }
     | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "recipe", "augmentation", "charging", "resuming"}
+    | {"demo", "cli", "recipe", "augmentation", "charging", "folder", "resuming"}
     | {
         "evaluation",
         "builtin",

@@ -1,5 +1,7 @@
 """What a run must not forget: its entry in a ledger, and its key.
 
+The protocol is written down in docs/ledger.md.
+
 Steps are entered, and the digest of each release is noted, before the release is used. So a run
 that was killed can tell a replay, which costs nothing, from a second release, which is charged.
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from dp_accounting import DpEvent
 
 from hushgrad.ledger import Budget, Entry, Ledger, Spend
+from hushgrad.ledger.entry import over
+from hushgrad.ledger.records import Row
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
 from hushgrad.sampling import Shuffled
@@ -56,30 +61,67 @@ def spend(plan: Plan, event: DpEvent) -> Spend:
     return Spend(event, plan.relation, plan.spent(event), plan.delta)
 
 
+def own_ledger(folder: Path) -> Path:
+    """Where a run keeps a ledger of its own, if it has no budget."""
+    return folder / "ledger.sqlite"
+
+
 def own_budget(folder: Path, relation: Relation) -> Budget:
     """A ledger for one run, without a limit, in the run's own folder."""
-    ledger = Ledger(folder / "ledger.sqlite")
+    ledger = Ledger(own_ledger(folder))
     if "run" in ledger.names:
         return ledger.budget("run")
     return ledger.set_budget("run", epsilon=math.inf, delta=1.0, relation=relation)
 
 
-def restored(entry: Entry, plan: Plan, *, step: int, same_batches: bool) -> Books:
-    """The books of a run that goes on from a checkpoint at `step`.
+def kept_budget(folder: Path) -> Budget:
+    """The ledger of the run in this folder, which has been made before."""
+    path = own_ledger(folder)
+    if not path.exists():
+        raise Refused(
+            f"expected the ledger of the run at {path}, got none; put it back, or pass the budget "
+            "that the run was charged to"
+        )
+    return Ledger(path).budget("run")
 
-    With another key, or other data, other batches are drawn: every step since the checkpoint is
-    then a second release and is charged.
+
+def resumed(
+    account: Budget,
+    identity: str,
+    plan: Plan,
+    *,
+    step: int,
+    replay: bool,
+    upto: int | None,
+    fingerprint: str,
+    check: Callable[[], None],
+) -> Books:
+    """Take a run over that goes on from a checkpoint at `step`, and charge what that costs.
+
+    A `replay` draws the batches that were drawn before, and each step pays if it comes out
+    otherwise. Without the key, or on other data, other batches are drawn: every step since the
+    checkpoint that may have been released is then released a second time. Those are the steps
+    below `upto`, or where that is None, those that the ledger knows of. `check` is called while
+    nobody else can charge or settle the run, and may refuse.
     """
-    if same_batches:
-        return Books(entry, plan, replayed=entry.position)
-    again = list(range(step, entry.position))
-    if isinstance(plan.sampling, Shuffled):
-        again.append(step)  # the epoch is dealt anew from its middle, and a record may come twice
-    if again:
+
+    def charge(row: Row) -> tuple[Spend, str] | None:
+        check()
+        if replay or step == plan.steps:  # where the run is over, only its end is still written
+            return None
+        if row.settled is not None:
+            raise over(row, "other batches than it has drawn, for want of its key or its data")
+        again = list(range(step, row.position if upto is None else upto))
+        if isinstance(plan.sampling, Shuffled):
+            again.append(step)  # the epoch is dealt anew from its middle: a record may come twice
+        if not again:
+            return None
         event = plan.released_again(again, times=1)
         reason = f"{len(again)} steps since the checkpoint at {step} count again, on other batches"
-        entry.charge(spend(plan, event), reason=reason)
-    return Books(entry, plan)
+        return spend(plan, event), reason
+
+    entry = account.resume(identity, fingerprint=fingerprint, charge=charge)
+    return Books(entry, plan, replayed=entry.position if replay else 0)
 
 
 def destroy(path: Path) -> None:
@@ -89,7 +131,7 @@ def destroy(path: Path) -> None:
             file.write(bytes(path.stat().st_size))
             file.flush()
             os.fsync(file.fileno())
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def refuse_reproducible(rng: Rng) -> None:

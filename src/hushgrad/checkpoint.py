@@ -1,26 +1,29 @@
 """Checkpoints: nested state to one file and back, without pickle.
 
-A file holds tensors in the safetensors format and everything else as JSON in its header. Opening
-one runs no code of whoever wrote it.
+A file holds tensors in the safetensors format, one of them the JSON of everything else. Its header
+has a digest of the whole file, which is compared before anything in it is read. Opening a file runs
+no code of whoever wrote it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
+from hushgrad.files import whole
 from hushgrad.types import Refused
 
-_HEADER = "hushgrad"
-_VERSION = 1
+_VERSION = 2
+_TREE = "state"
+_MARK = b'"digest":"'  # before the digest, in the header
+_BLANK = b"0" * 64  # in the place of the digest, while it is computed
 
 State = Mapping[str, Any]
 """Nested dictionaries, lists, tuples, numbers, strings, None and tensors."""
@@ -29,40 +32,70 @@ State = Mapping[str, Any]
 def write(path: Path, state: State) -> None:
     """Write the state to a file, whole or not at all: an older one stays until the end."""
     tensors: dict[str, Tensor] = {}
-    tree = _packed(state, "state", tensors)
-    header = {_HEADER: json.dumps({"version": _VERSION, "state": tree})}
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(save(tensors, metadata=header))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # or a power cut could undo the replacement
-    finally:
-        os.close(folder)
+    tree = json.dumps(_packed(state, _TREE, tensors)).encode()
+    tensors[_TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+    data = save(tensors, metadata={"hushgrad": str(_VERSION), "digest": _BLANK.decode()})
+    place = _digest_at(data)
+    digest = _digest(data, place)
+    with whole(path) as file:
+        for part in (data[:place], digest, memoryview(data)[place + len(_BLANK) :]):
+            file.write(part)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state that was written to a file."""
+    """Return the state that was written to a file; refused if a single bit of it was changed."""
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise Refused(
-            f"expected a checkpoint in {path}, got a file that cannot be read ({error}); use an "
-            "older copy, or start another run"
+            f"expected a checkpoint in {path}, got: {error.strerror or error}; name the folder of "
+            "a run"
         ) from error
-    if header.get("version") != _VERSION:
+    place = _digest_at(data)
+    if place < 0 or data[place : place + len(_BLANK)] != _digest(data, place):
         raise Refused(
-            f"expected a checkpoint of version {_VERSION} in {path}, got "
-            f"{header.get('version', 'a file of another kind')}; use the version of hushgrad that "
-            "wrote it"
+            f"expected a checkpoint in {path}, got a file that is damaged or of another kind; put "
+            "an older copy in its place, or start another run"
         )
-    state: dict[str, Any] = _unpacked(header["state"], tensors)
+    header = json.loads(data[8 : 8 + _header_size(data)])
+    version = header["__metadata__"]["hushgrad"]
+    if version != str(_VERSION):
+        raise Refused(
+            f"expected a checkpoint of version {_VERSION} in {path}, got {version}; use the "
+            "version of hushgrad that wrote it"
+        )
+    tensors = load(data)
+    state: dict[str, Any] = _unpacked(json.loads(tensors[_TREE].numpy().tobytes()), tensors)
     return state
+
+
+def stamp(path: Path) -> bytes:
+    """What tells a checkpoint from the next in its place; empty if there is none."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        start = file.read(8)
+        header = start + file.read(min(_header_size(start), path.stat().st_size))
+    place = _digest_at(header)
+    return header[place : place + len(_BLANK)]
+
+
+def _header_size(data: bytes) -> int:
+    return int.from_bytes(data[:8], "little")
+
+
+def _digest_at(data: bytes) -> int:
+    """Where a file's digest is; -1 if it has none."""
+    found = data.find(_MARK, 8, 8 + min(len(data), _header_size(data)))
+    return found if found < 0 else found + len(_MARK)
+
+
+def _digest(data: bytes, place: int) -> bytes:
+    """The digest of all of a file but the digest itself."""
+    found, view = hashlib.blake2b(digest_size=32), memoryview(data)
+    for part in (view[:place], _BLANK, view[place + len(_BLANK) :]):
+        found.update(part)
+    return found.hexdigest().encode()
 
 
 def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hushgrad.files import whole
 from hushgrad.metrics import Reading
 from hushgrad.odometer import LABEL, Odometer
 from hushgrad.plan import Plan
@@ -34,7 +35,8 @@ def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: i
     _draw_epsilon(axes[-1], plan, steps)
     for axis in axes:
         axis.grid(alpha=0.3)
-    figure.savefig(path)
+    with whole(path) as file:
+        figure.savefig(file, format=path.suffix[1:])
 
 
 def means(values: Sequence[float], *, span: int = _SPAN) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,30 +47,24 @@ def start(
 ) -> Run:
     """Start the recipe's run, or go on from the checkpoint in `folder`.
 
-    Where it is refused, a folder that was not there before is gone again.
+    Where it is refused, nothing that it made is left.
     """
     recipe.model.to(device)
     if recipe.average is not None:
         recipe.average.to(device)
     kept: dict[str, Any] = {"schedule": recipe.schedule, "average": recipe.average}
-    made = [] if folder is None else _missing(folder)
-    try:
-        return train(
-            recipe.model,
-            recipe.optimizer,
-            recipe.data,
-            plan=recipe.plan,
-            rng=rng,
-            execution=recipe.execution,
-            budget=budget,
-            folder=folder,
-            resume=resume,
-            keep={name: thing for name, thing in kept.items() if thing is not None},
-        )
-    except BaseException:
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
+    return train(
+        recipe.model,
+        recipe.optimizer,
+        recipe.data,
+        plan=recipe.plan,
+        rng=rng,
+        execution=recipe.execution,
+        budget=budget,
+        folder=folder,
+        resume=resume,
+        keep={name: thing for name, thing in kept.items() if thing is not None},
+    )
 
 
 def carry_out(
@@ -133,11 +126,6 @@ def accuracy(recipe: Recipe, *, device: str = "cpu") -> float | None:
         )
     recipe.model.train(was_training)
     return right / count(recipe.test)
-
-
-def _missing(folder: Path) -> list[Path]:
-    """The outermost folder that is still to be made, if there is one."""
-    return [path for path in (folder, *folder.parents) if not path.exists()][-1:]
 
 
 def _on(device: str, batch: Batch) -> Batch:

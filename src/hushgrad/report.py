@@ -1,12 +1,14 @@
 """The folder of a run, which explains itself: plan, metrics, curves, versions, result, report.
 
 Nothing in it is private but the key of a run that is not over: every number was released, is
-public, or was measured on public records.
+public, or was measured on public records. Each file is written whole or not at all, and all of them
+can be written again from the run's last checkpoint.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -16,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hushgrad.curves import save_curves
+from hushgrad.files import whole, write_text
 from hushgrad.launch import Outcome
 from hushgrad.persample.records import count
 from hushgrad.preflight import UNCOUNTED
 from hushgrad.recipe import Recipe
 from hushgrad.training import Run
 from hushgrad.words import NOT_COVERED, if_secret, in_words
+
+REQUEST, VERSIONS = "request.json", "versions.txt"
+"""The first and the last file that is written when a run starts."""
 
 _PACKAGES = ("hushgrad", "torch", "numpy", "scipy", "dp-accounting", "cryptography", "safetensors")
 
@@ -44,12 +50,12 @@ class Request:
 
     def write(self, folder: Path) -> None:
         """Keep it in the folder, for a later resume."""
-        _write_json(folder / "request.json", vars(self))
+        _write_json(folder / REQUEST, vars(self))
 
     @classmethod
     def read(cls, folder: Path) -> Request:
         """The request that the folder's run began with."""
-        path = folder / "request.json"
+        path = folder / REQUEST
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, TypeError, json.JSONDecodeError) as error:
@@ -63,16 +69,17 @@ def write_beginning(run: Run, folder: Path, request: Request) -> None:
     """Write what is known when a run starts: the request, the plan, the versions."""
     request.write(folder)
     _write_json(folder / "plan.json", run.plan.describe())
-    (folder / "versions.txt").write_text(versions(), encoding="utf-8")
+    write_text(folder / VERSIONS, versions())
 
 
 def write_progress(run: Run, folder: Path) -> None:
     """Write what was released so far: the metrics, their curves, and the ledger's entry."""
     if run.readings:
-        with (folder / "metrics.csv").open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["step", *run.readings[0].values])
-            rows.writerows([r.step + 1, *r.values.values()] for r in run.readings)
+        table = io.StringIO(newline="")
+        rows = csv.writer(table)
+        rows.writerow(["step", *run.readings[0].values])
+        rows.writerows([r.step + 1, *r.values.values()] for r in run.readings)
+        write_text(folder / "metrics.csv", table.getvalue())
     save_curves(run.plan, run.readings, folder / "curves.png", steps=run.steps_taken)
     if run.entry is not None:
         _write_json(folder / "ledger.json", _extract(run))
@@ -80,14 +87,15 @@ def write_progress(run: Run, folder: Path) -> None:
 
 def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) -> dict[str, Any]:
     """Write everything that a finished run leaves; returns what is in result.json."""
-    write_progress(outcome.run, folder)
     tensors = {
         name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, x in recipe.model.state_dict().items()
     }
-    save_file(tensors, folder / "model.safetensors")
+    with whole(folder / "model.safetensors") as file:
+        file.write(save(tensors))
+    write_progress(outcome.run, folder)
     found = result(outcome, request, folder)
-    (folder / "report.md").write_text(report(outcome, recipe, request), encoding="utf-8")
+    write_text(folder / "report.md", report(outcome, recipe, request))
     _write_json(folder / "result.json", found)  # last: it marks a folder as complete
     return found
 
@@ -203,4 +211,4 @@ def _finite(value: float) -> float | None:
 
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
     clean = {k: _finite(v) if isinstance(v, float) else v for k, v in facts.items()}
-    path.write_text(json.dumps(clean, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(clean, indent=1, ensure_ascii=False) + "\n")

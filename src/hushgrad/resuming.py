@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hushgrad import checkpoint
-from hushgrad.charging import Books, destroy, own_budget, refuse_reproducible, restored
+from hushgrad.charging import (
+    Books,
+    destroy,
+    kept_budget,
+    own_budget,
+    own_ledger,
+    refuse_reproducible,
+    resumed,
+)
+from hushgrad.files import sentences
+from hushgrad.folder import Claim
 from hushgrad.ledger import Budget, Entry, Spend
+from hushgrad.ledger.file import ENDINGS
 from hushgrad.plan import Plan
 from hushgrad.rng import Rng
 from hushgrad.types import Refused
@@ -46,11 +58,16 @@ class Training(Protocol):
         """What a checkpoint holds of it."""
 
 
+Enter = Callable[[Claim | None], Books]
+"""Enters a run into its ledger, and writes its key; what it makes in a folder, the claim knows."""
+
+
 class Memory:
     """What outlives a process, and what must not be told to anyone.
 
     `rng` makes the noise and `sampling` the batches; the latter is bound to the data, the plan and
-    the version, so that no other run can draw the same batches.
+    the version, so that no other run can draw the same batches. Nothing is written and nothing is
+    charged before `restore`.
     """
 
     def __init__(
@@ -60,14 +77,15 @@ class Memory:
         *,
         sampling: Rng,
         draw: str = "",
-        books: Books | None = None,
+        enter: Enter | None = None,
         folder: Path | None = None,
         keep: Keep,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.rng, self.sampling, self._draw = rng.derive("release"), sampling, draw
-        self._plan, self._books, self._folder = plan, books, folder
+        self._plan, self._enter, self._folder = plan, enter, folder
         self._keep, self._saved = keep, saved
+        self._books: Books | None = None
 
     @property
     def charges(self) -> tuple[Spend, ...]:
@@ -81,29 +99,39 @@ class Memory:
 
     def released(self, step: int, digest: bytes) -> None:
         """Enter a release that is about to be used; before, nothing of it has left the process."""
-        if self._books is not None:
+        if self._enter is not None:
+            assert self._books is not None, "restore comes before the first release"
             self._books.released(step, digest)
 
     def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Put a run where its checkpoint left it, by `load`, and write a checkpoint with its draw.
+        """Put a run where its checkpoint left it, by `load`; enter it, and write a checkpoint.
 
-        So that what is released from here on is never taken for a release on other batches.
+        The checkpoint has the run's draw, so that what is released from here on is never taken for
+        a release on other batches. Whatever is refused leaves no files and no folders behind.
         """
         if self._saved is not None:
-            load(self._saved["run"])
-            for name, thing in self._keep.items():
-                thing.load_state_dict(self._saved["keep"][name])
-            self._saved = None
-        if self._folder is not None:
-            self.save(run)
+            self._load(self._saved, load)
+        with nullcontext() if self._folder is None else Claim(self._folder) as claim:
+            try:
+                self._books = None if self._enter is None else self._enter(claim)
+                if self._folder is not None and claim is not None:
+                    if self._saved is None:
+                        claim.made(self._folder / CHECKPOINT)
+                    self.save(run)
+            except BaseException:
+                if self._saved is None and self._books is not None:
+                    with suppress(Refused):  # nothing was released
+                        self._books.entry.settle(steps=0, event=None)
+                raise
 
     def save(self, run: Training) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; refused if another process carries the run on by now."""
         if self._folder is None:
             raise ValueError(
                 "expected a run with a folder for its checkpoints, got none; pass folder= to train"
             )
         assert self._books is not None
+        self._books.entry.require_held()
         state = {
             "plan": self._plan.terms(),
             "entry": self._books.entry.id,
@@ -116,13 +144,29 @@ class Memory:
         checkpoint.write(self._folder / CHECKPOINT, state)
 
     def finish(self, run: Training) -> None:
-        """Settle what the run has cost, and destroy its key."""
+        """Write the last checkpoint, settle what the run has cost, and destroy its key.
+
+        In this order: a run whose cost is settled has a model.
+        """
+        if self._folder is not None:
+            self.save(run)
         if self._books is not None:
             done = self._plan.event(run.steps_taken) if run.steps_taken else None
             self._books.entry.settle(steps=run.steps_taken, event=done)
         if self._folder is not None:
-            self.save(run)
-            destroy(self._folder / KEY)
+            with sentences(self._folder / KEY):
+                destroy(self._folder / KEY)
+
+    def _load(self, saved: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
+        try:
+            load(saved["run"])
+            for name, thing in self._keep.items():
+                thing.load_state_dict(saved["keep"][name])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise Refused(
+                "expected the model, the optimizer and what else is kept as they were when the "
+                f"checkpoint was written, got others ({error}); build them as before"
+            ) from error
 
 
 def remembered(
@@ -139,73 +183,142 @@ def remembered(
     if budget is not None:
         refuse_reproducible(rng)
     _require_folder(folder, resume)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        account = budget or own_budget(folder, plan.relation)
-        if resume:
-            return _resumed(plan, rng, account, folder, keep, fingerprint)
-    elif budget is not None:
-        account = budget
-    else:
-        own = _own(rng)
-        return Memory(plan, own, sampling=_sampling(plan, own, fingerprint), keep=keep)
+    if resume and folder is not None:
+        return _resumed(plan, rng, budget, folder, keep, fingerprint)
     own = _own(rng)
-    entry = account.open(
-        Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
-        label=folder.name if folder else "",
-        plan=plan.describe(),
-        fingerprint=fingerprint(budget.salt) if budget else "",
+    entered = budget is not None or folder is not None
+    return Memory(
+        plan,
+        own,
+        sampling=_sampling(plan, own, fingerprint),
+        enter=_new(plan, own, budget, folder, fingerprint) if entered else None,
+        folder=folder,
+        keep=keep,
     )
-    if folder is not None:
-        (folder / KEY).unlink(missing_ok=True)  # of a run that never began
-        own.write(folder / KEY)
-    sampling, books = _sampling(plan, own, fingerprint), Books(entry, plan)
-    return Memory(plan, own, sampling=sampling, books=books, folder=folder, keep=keep)
+
+
+def _new(
+    plan: Plan, own: Rng, budget: Budget | None, folder: Path | None, fingerprint: Fingerprint
+) -> Enter:
+    """Enters a run that starts."""
+
+    def enter(claim: Claim | None) -> Books:
+        account = budget
+        if folder is not None and claim is not None:
+            _require_folder(folder, resume=False)  # again, now that no other process begins there
+            _write_key(own, folder, claim)
+            if account is None:
+                ledger = own_ledger(folder)
+                if not ledger.exists():
+                    claim.made(*(ledger.with_name(ledger.name + end) for end in ENDINGS))
+                account = own_budget(folder, plan.relation)
+        assert account is not None
+        entry = account.open(
+            Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
+            label=folder.name if folder else "",
+            plan=plan.describe(),
+            fingerprint=fingerprint(budget.salt) if budget else "",
+        )
+        return Books(entry, plan)
+
+    return enter
 
 
 def _resumed(
-    plan: Plan, rng: Rng, account: Budget, folder: Path, keep: Keep, fingerprint: Fingerprint
+    plan: Plan,
+    rng: Rng,
+    budget: Budget | None,
+    folder: Path,
+    keep: Keep,
+    fingerprint: Fingerprint,
 ) -> Memory:
+    """The memory of a run that goes on: its key, and the batches that it has drawn or draws anew.
+
+    A step is released twice on one batch only if the key, the data and the ledger are the same.
+    """
+    stamp = checkpoint.stamp(folder / CHECKPOINT)
     saved = checkpoint.read(folder / CHECKPOINT)
-    _require_same(plan, saved["plan"])
+    _require_state(saved, plan, folder / CHECKPOINT)
     if saved["keep"].keys() != keep.keys():
         raise Refused(
             f"expected what the checkpoint has kept, {sorted(saved['keep'])}, got {sorted(keep)}; "
             "pass the same keep= as before"
         )
-    entry = account.entry(saved["entry"], fingerprint=fingerprint(account.salt))
-    # A settled run that still has its key was killed while it ended: its steps are paid for.
-    if entry.settled and not (folder / KEY).exists():
-        raise Refused(
-            f"expected a run that goes on, got the one in {folder}, which is over; start another "
-            "run in a folder of its own"
-        )
-    file = folder / KEY
-    own = Rng.read(file) if file.exists() else _own(rng)
-    if saved["reproducible"] and not own.reproducible:
-        raise Refused(
-            "expected a seed for a run that began with Rng.fixed, got a secret key, which cannot "
-            "hide the noise of its first steps; pass Rng.fixed, or start another run"
-        )
-    if not file.exists():
-        own.write(file)
-    draw = saved["draw"]
-    sampling = _sampling(plan, own, fingerprint, draw)
-    same = sampling.name == saved["batches"]
-    if not same:  # and none that an earlier try has drawn: two releases of one batch cost more
+    account = budget or kept_budget(folder)
+    step, over = saved["run"]["step"], saved["run"]["step"] == plan.steps
+    copied = account.entry(saved["entry"]).copied
+    lost = not over and not (folder / KEY).exists()
+    own = _resumed_key(rng, folder, saved, over=over, budget=budget)
+    draw, sampling = saved["draw"], _sampling(plan, own, fingerprint, saved["draw"])
+    replay = over or (sampling.name == saved["batches"] and not copied)
+    if not replay:  # and none that an earlier try has drawn: two releases of one batch cost more
         draw = secrets.token_hex(16)
         sampling = _sampling(plan, own, fingerprint, draw)
-    books = restored(entry, plan, step=saved["run"]["step"], same_batches=same)
+
+    def check() -> None:
+        # Else the last checkpoint of a run that has just ended could be lost to an older one.
+        if checkpoint.stamp(folder / CHECKPOINT) != stamp:
+            raise _overtaken(folder)
+
+    def enter(claim: Claim | None) -> Books:
+        if lost and claim is not None:
+            if (folder / KEY).exists():
+                raise _overtaken(folder)
+            _write_key(own, folder, claim)
+        return resumed(
+            account,
+            saved["entry"],
+            plan,
+            step=step,
+            replay=replay,
+            upto=plan.steps if copied else None,
+            fingerprint=fingerprint(account.salt),
+            check=check,
+        )
+
     return Memory(
         plan,
         own,
         sampling=sampling,
         draw=draw,
-        books=books,
+        enter=enter,
         folder=folder,
         keep=keep,
         saved=saved,
     )
+
+
+def _resumed_key(
+    rng: Rng, folder: Path, saved: Mapping[str, Any], *, over: bool, budget: Budget | None
+) -> Rng:
+    """The key of a run that goes on: its own, or a new one if that is lost."""
+    if over:  # and nothing is drawn any more
+        return Rng(secrets.token_bytes(32), reproducible=saved["reproducible"])
+    file = folder / KEY
+    own = Rng.read(file) if file.exists() else _own(rng)
+    if budget is not None:
+        refuse_reproducible(own)
+    if saved["reproducible"] and not own.reproducible:
+        raise Refused(
+            "expected a seed for a run that began with Rng.fixed, got a secret key, which cannot "
+            "hide the noise of its first steps; pass Rng.fixed, or start another run"
+        )
+    return own
+
+
+def _overtaken(folder: Path) -> Refused:
+    return Refused(
+        f"expected to be the only process that resumes the run in {folder}, got another that went "
+        "on meanwhile; end it, and resume again"
+    )
+
+
+def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
+    file = folder / KEY
+    file.unlink(missing_ok=True)  # of a run that never began
+    claim.made(file)
+    with sentences(file):
+        own.write(file)
 
 
 def _own(rng: Rng) -> Rng:
@@ -230,6 +343,33 @@ def _require_folder(folder: Path | None, resume: bool) -> None:
         raise Refused(
             f"expected a folder without a run in it, got {folder}; pass resume=True to go on with "
             "it, or name another folder"
+        )
+
+
+_FIELDS = {
+    "plan": dict,
+    "entry": str,
+    "batches": str,
+    "draw": str,
+    "reproducible": bool,
+    "run": dict,
+    "keep": dict,
+}
+"""What a run's checkpoint holds; of "run", the memory reads the numbers of steps."""
+
+
+def _require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
+    """Refuse a checkpoint that is not one of a run of this plan."""
+    wrong = [name for name, kind in _FIELDS.items() if type(saved.get(name)) is not kind]
+    if not wrong:
+        _require_same(plan, saved["plan"])
+        steps = [saved["run"].get(name) for name in ("step", "taken")]
+        if not all(type(n) is int and 0 <= n <= plan.steps for n in steps):
+            wrong = ["run"]
+    if wrong:
+        raise Refused(
+            f"expected the checkpoint of a run in {path}, got one in which {', '.join(wrong)} "
+            "cannot be so; put an older copy in its place, or start another run"
         )
 
 

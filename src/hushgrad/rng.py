@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,8 @@ from numpy import ndarray
 
 Label = int | str | bytes
 
-_FILE = "hushgrad-key-1"
+_FILE = "hushgrad-key-2"
+_KINDS = ("secret", "reproducible")  # by whether it is reproducible
 _ZEROS = memoryview(bytes(1 << 17))  # what is encrypted is the same for all streams
 
 
@@ -106,7 +108,7 @@ class Rng:
         """Write the key to a new file that only its owner can read."""
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(opened, "w", encoding="ascii") as file:
-            file.write(f"{_FILE} {int(self.reproducible)} {self._key.hex()}\n")
+            file.write(self._written() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -114,12 +116,20 @@ class Rng:
     def read(cls, path: Path) -> Rng:
         """The generator whose key was written to this file."""
         found = path.read_text(encoding="ascii", errors="replace").split()
-        if len(found) != 3 or found[0] != _FILE or len(found[2]) != 64:
-            raise ValueError(
-                f"expected the key of a run in {path}, got something else; remove the file to go "
-                "on with a new key, at the cost of the steps since the checkpoint"
-            )
-        return cls(bytes.fromhex(found[2]), reproducible=found[1] == "1")
+        if len(found) == 4 and found[1] in _KINDS and len(found[2]) == 64:
+            with suppress(ValueError):
+                own = cls(bytes.fromhex(found[2]), reproducible=found[1] == _KINDS[True])
+                if own._written().split() == found:
+                    return own
+        raise ValueError(
+            f"expected the key of a run in {path}, got something else or one that was changed; "
+            "remove the file to go on with a new key, at the cost of the steps since the checkpoint"
+        )
+
+    def _written(self) -> str:
+        # The tag tells a key whose kind was edited: secret is what nobody else ever knew.
+        kind = _KINDS[self.reproducible]
+        return f"{_FILE} {kind} {self._key.hex()} {self.tag('file', kind)[:16].hex()}"
 
     def __repr__(self) -> str:
         kind = "reproducible, not private" if self.reproducible else "from the operating system"

@@ -15,7 +15,7 @@ from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
-from hushgrad.metrics import NAME, Reading, smoothed
+from hushgrad.metrics import NAME, Reading, packed, smoothed, unpacked
 from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
@@ -156,8 +156,9 @@ class Run:
         found = self.plan.algorithm.output.result(self._output)
         if found is not None:
             move(self._params, found)
+        self._position, self._drawn = len(self), None  # so the last checkpoint has no steps left
         self._memory.finish(self)
-        self._position, self._finished = len(self), True
+        self._finished = True
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the run itself."""
@@ -165,7 +166,7 @@ class Run:
             "step": self._position - (self._drawn is not None),  # that batch is drawn again
             "taken": self.steps_taken,
             "clip_norm": self._clip.clip_norm,
-            "readings": [[r.step, list(r.values.values())] for r in self.readings],
+            "readings": packed(self.readings),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "algorithm": self._remembered,
@@ -183,10 +184,7 @@ class Run:
         self._remembered, self._output = state["algorithm"], state["output"]
         self._position, self.steps_taken = state["step"], state["taken"]
         names = self.plan.metrics.names if self.plan.metrics else ()
-        self.readings = [
-            Reading(step, dict(zip(names, values, strict=True)))
-            for step, values in state["readings"]
-        ]
+        self.readings = unpacked(state["readings"], names)
 
     def _observed(self, watch: Mapping[str, Values], part: Batch, step: int) -> dict[str, Tensor]:
         test = step & (step - 1) == 0  # as the model's independence is

@@ -67,7 +67,7 @@ def test_a_full_file_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=480k", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     yield folder
@@ -87,7 +87,7 @@ def test_a_full_disk_refuses_and_keeps_what_it_has(small_disk: Path) -> None:
 
 def test_no_ledger_is_begun_on_a_full_disk(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
-        (small_disk / "other").write_bytes(bytes(400_000))
+        (small_disk / "other").write_bytes(bytes(500_000))
     with pytest.raises(Refused, match="full"):
         Ledger(small_disk / "ledger.sqlite")
     assert [path.name for path in small_disk.iterdir()] == ["other"]
@@ -179,6 +179,80 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, replaced: bool) ->
         opened(budget)
 
 
+# --- damage while a run goes on ---
+
+
+def cut_to(size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def cut_log(path: Path) -> None:
+    os.truncate(path.with_name(path.name + "-wal"), 0)
+
+
+def cut_half_of_log(path: Path) -> None:
+    log = path.with_name(path.name + "-wal")
+    os.truncate(log, log.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_to(0), cut_to(4096), cut_to(40_000), cut_log, cut_half_of_log]
+)
+@pytest.mark.parametrize("call", ["ahead", "note", "charge", "settle", "open", "read"])
+def test_a_ledger_that_is_cut_in_mid_run_is_noticed_by_the_next_call(
+    tmp_path: Path, damage: Callable[[Path], None], call: str
+) -> None:
+    budget = filled(tmp_path / "ledger.sqlite").budget("census")
+    entry = opened(budget, spend(1.0, 1e-6))
+    entry.ahead(8)
+    damage(tmp_path / "ledger.sqlite")
+    calls: dict[str, Callable[[], object]] = {
+        "ahead": lambda: entry.ahead(16),
+        "note": lambda: entry.note(0, b"x"),
+        "charge": lambda: entry.charge(spend(), reason="again"),
+        "settle": lambda: entry.settle(steps=0, event=None),
+        "open": lambda: opened(budget),
+        "read": lambda: budget.spent,
+    }
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"expected an undamaged ledger|expected a ledger at"):
+            calls[call]()
+
+
+def test_a_log_that_is_taken_away_or_put_into_the_file_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    budget = filled(path).budget("census")
+    entry = opened(budget, spend(1.0, 1e-6))
+    log = path.with_name(path.name + "-wal")
+    for step in range(6):
+        if step % 2:
+            log.unlink()
+        else:
+            with sqlite3.connect(path) as other:
+                other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            other.close()
+            assert log.stat().st_size == 0
+        entry.ahead(step + 1)
+        entry.note(step, b"x")
+    check_whole(path, 5)
+    assert [Ledger(path).budget("census").entry(entry.id).digests(s) for s in range(6)] == [
+        [b"x"]
+    ] * 6
+
+
+def test_an_older_state_that_is_put_back_in_mid_run_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    filled(path).close()
+    before = path.read_bytes()
+    ledger = Ledger(path)
+    budget = ledger.budget("census")
+    opened(budget, spend(1.0, 1e-6))
+    ledger.close()  # so that SQLite holds nothing of it in memory
+    path.write_bytes(before)
+    with pytest.raises(Refused, match="an older state than it had before"):
+        opened(budget)
+
+
 # --- damaged and foreign files ---
 
 
@@ -256,7 +330,22 @@ def test_a_ledger_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     filled(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 2")
+    connection.execute("PRAGMA user_version = 3")
     connection.close()
-    with pytest.raises(Refused, match="got version 2; use a newer version of hushgrad"):
+    with pytest.raises(Refused, match="got version 3; use a newer version of hushgrad"):
         Ledger(path)
+
+
+def test_a_ledger_of_the_first_version_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    filled(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE changes")
+    connection.execute("DROP TABLE homes")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    check_whole(path, 4)
+    budget = Ledger(path).budget("census")
+    opened(budget, spend(1.0, 1e-6)).ahead(8)
+    check_whole(path, 5)
+    assert budget.entry(budget.account.rows[0].id).copied  # where it was begun is not known

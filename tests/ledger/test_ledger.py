@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import STEPS, event, opened, spend
+from runs import STEPS, event, forked, opened, spend
 
 from hushgrad.accounting import gaussian, least_noise, poisson, repeated, uniformly_stopped
 from hushgrad.ledger import UNKNOWN, Budget, Entry, Ledger, Rule, Spend, renyi, total
 from hushgrad.ledger import entry as entries
+from hushgrad.ledger.records import Row
 from hushgrad.types import Refused, Relation
 
 RULES = [total(), renyi(8.0)]
@@ -295,7 +298,7 @@ def test_under_renyi_a_process_that_takes_over_cannot_know_what_was_reserved(
     budget = budget_of(ledger, RULES[1])
     opened(budget).ahead(40)
     (row,) = budget.account.rows
-    resumed = budget.entry(row.id)
+    resumed = budget.resume(row.id)
     resumed.settle(steps=20, event=event(20))
     assert budget.spent == {"rdp": rdp(40)}
 
@@ -303,7 +306,7 @@ def test_under_renyi_a_process_that_takes_over_cannot_know_what_was_reserved(
 def test_under_renyi_a_run_of_unequal_steps_keeps_its_cost_after_a_crash(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     opened(budget).ahead(40)
-    budget.entry(budget.account.rows[0].id).settle(steps=20, event=gaussian(30.0))
+    budget.resume(budget.account.rows[0].id).settle(steps=20, event=gaussian(30.0))
     assert budget.spent == {"rdp": rdp(STEPS)}
 
 
@@ -327,39 +330,105 @@ def test_a_run_that_did_more_than_its_plan_is_refused(ledger: Ledger) -> None:
     assert not entry.settled
 
 
-def test_a_settled_run_may_be_replayed_and_goes_no_further(ledger: Ledger) -> None:
+def test_a_settled_run_may_be_replayed_and_is_never_released_otherwise(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     entry = opened(budget)
     entry.ahead(40)
+    entry.note(19, b"x")
     entry.settle(steps=20, event=event(20))
-    again = budget.entry(entry.id)
-    again.note(19, b"x")
-    again.charge(spend(), reason="step 19 came out otherwise")
+    again = budget.resume(entry.id)
     spent = budget.spent
-    again.settle(steps=1, event=event(1))
-    assert budget.spent == spent
+    again.note(19, b"x")
+    again.ahead(20)
+    for step, digest in [(19, b"y"), (18, b"x"), (0, b"")]:
+        with pytest.raises(Refused, match=f"got another release of step {step}; start another"):
+            again.note(step, digest)
+    with pytest.raises(Refused, match=r"which was settled at .* got a charge"):
+        again.charge(spend(), reason="step 19 came out otherwise")
     with pytest.raises(Refused, match="below 20, got 20"):
         again.note(20, b"x")
     with pytest.raises(Refused, match=r"was settled at .* with 20 steps paid for"):
         again.ahead(21)
+    again.settle(steps=1, event=event(1))
+    assert budget.spent == spent
+    assert again.digests(19) == [b"x"]
 
 
 def test_the_process_that_was_replaced_is_refused(ledger: Ledger) -> None:
     budget = budget_of(ledger)
     old = opened(budget)
     old.ahead(8)
-    new = budget.entry(old.id)
-    assert new.position == 8
+    look = budget.entry(old.id)
+    assert look.position == 8
     old.note(0, b"x")  # reading took nothing over
-    new.ahead(16)
-    for call in (
-        lambda: old.ahead(24),
-        lambda: old.note(1, b"y"),
-        lambda: old.settle(steps=1, event=event(1)),
-    ):
-        with pytest.raises(Refused, match="taken it over"):
-            call()
+    new = budget.resume(old.id)
+    for entry, message in ((old, "taken it over"), (look, "only reads; resume it")):
+        for call in (
+            entry.require_held,
+            lambda entry=entry: entry.ahead(24),
+            lambda entry=entry: entry.note(0, b"x"),
+            lambda entry=entry: entry.charge(spend(), reason="again"),
+            lambda entry=entry: entry.settle(steps=1, event=event(1)),
+        ):
+            with pytest.raises(Refused, match=message):
+                call()
+    new.require_held()
     new.note(1, b"y")
+    third = budget.resume(old.id)
+    with pytest.raises(Refused, match="taken it over"):
+        new.note(2, b"y")
+    third.settle(steps=2, event=event(2))
+    with pytest.raises(Refused, match="taken it over"):
+        new.settle(steps=2, event=event(2))
+
+
+def test_what_resuming_costs_is_charged_as_it_is_taken_over_or_not_at_all(ledger: Ledger) -> None:
+    budget = budget_of(ledger)
+    old = opened(budget, spend(1.0, 1e-6))
+    old.ahead(8)
+
+    def dear(row: Row) -> tuple[Spend, str]:
+        assert row.position == 8
+        return spend(2.5, 0.0), "again"
+
+    def refused(row: Row) -> None:
+        raise Refused("no")
+
+    for charge, message in ((dear, "at most 2 of epsilon"), (refused, "no")):
+        with pytest.raises(Refused, match=message):
+            budget.resume(old.id, charge=charge)
+        old.ahead(8)  # nothing was taken over
+    assert budget.spent["epsilon"] == 1.0
+    new = budget.resume(old.id, charge=lambda row: (spend(1.5, 0.0), f"{row.position} steps"))
+    assert [c.reason for c in budget.account.charges] == ["plan", "8 steps"]
+    assert new.position == 8
+    with pytest.raises(Refused, match="taken it over"):
+        old.ahead(8)
+
+
+def test_a_forked_process_does_not_carry_the_run_on(ledger: Ledger) -> None:
+    entry = opened(budget_of(ledger))
+    entry.ahead(8)
+
+    def child() -> None:
+        with pytest.raises(Refused, match="forked from it"):
+            entry.note(0, b"x")
+
+    assert os.waitpid(forked(child), 0)[1] == 0
+    entry.note(0, b"x")
+
+
+def test_a_copy_of_a_ledger_is_told_from_the_one_that_was_written(ledger: Ledger) -> None:
+    entry = opened(budget_of(ledger))
+    ledger.close()
+    moved = ledger.path.with_name("moved.sqlite")
+    copy = ledger.path.with_name("copy.sqlite")
+    shutil.copy(ledger.path, copy)
+    ledger.path.rename(moved)
+    assert not Ledger(moved).budget("census").entry(entry.id).copied
+    budget = Ledger(copy).budget("census")
+    assert budget.entry(entry.id).copied
+    assert not budget.resume(entry.id).copied  # what the other may have done is charged by now
 
 
 def test_an_unknown_run_is_refused(ledger: Ledger) -> None:
@@ -367,6 +436,8 @@ def test_an_unknown_run_is_refused(ledger: Ledger) -> None:
     other = ledger.set_budget("other", epsilon=3, delta=1e-5)
     with pytest.raises(Refused, match="ledger that the run was started with"):
         budget.entry(opened(other).id)
+    with pytest.raises(Refused, match="ledger that the run was started with"):
+        budget.resume(opened(other).id)
 
 
 def test_after_a_loss_of_power_reserved_steps_have_an_unknown_digest(
@@ -378,12 +449,12 @@ def test_after_a_loss_of_power_reserved_steps_have_an_unknown_digest(
     entry.note(0, b"x")
     assert (entry.digests(1), entry.digests(8)) == ([], [])
     monkeypatch.setattr(entries, "boot", lambda: "another")
-    resumed = budget.entry(entry.id)
-    for _ in range(2):  # before and after it takes the run over
+    for resumed in (budget.entry(entry.id), budget.resume(entry.id)):
         assert resumed.digests(0) == [b"x"]
         assert resumed.digests(1) == resumed.digests(7) == [UNKNOWN]
         assert resumed.digests(8) == resumed.digests(9) == []
-        resumed.ahead(16)
+    resumed.ahead(16)
+    assert resumed.digests(8) == []
     resumed.note(1, b"y")
     assert resumed.digests(1) == [b"y"]
 
@@ -444,7 +515,7 @@ def test_any_sequence_agrees_with_a_plain_model(
         if what == "crash":
             ledger = Ledger(path)
             budget = ledger.budget("census")
-            runs = [budget.entry(run.id) for run in runs]
+            runs = [budget.resume(run.id) for run in runs]
             model.floor = dict(model.position)
         elif what == "open":
             cost = spend(0.1 + number / 100, number * 1e-7)
@@ -467,14 +538,14 @@ def _step(model: Plain, run: Entry, what: str, number: int) -> None:
     if what == "ahead" and (not over or number <= reserved):
         run.ahead(number)
         model.position[run.id] = max(reserved, number)
-    elif what == "note" and number < reserved:
+    elif what == "note" and number < reserved and (not over or number in model.noted[run.id]):
         run.note(number, bytes([number]))
         model.noted[run.id].setdefault(number, [bytes([number])])
     elif what == "settle":
         run.settle(steps=min(number, reserved), event=event(max(1, min(number, reserved))))
         if not over:
             model.settle(run.id, min(number, reserved))
-    elif what == "charge":
+    elif what == "charge" and not over:
         cost = spend(number / 100, 0.0, steps=max(1, number // 5))
         if model.fits(model.rule.cost(cost)):
             run.charge(cost, reason="again")
@@ -483,8 +554,13 @@ def _step(model: Plain, run: Entry, what: str, number: int) -> None:
             with pytest.raises(Refused, match="plan for what is left"):
                 run.charge(cost, reason="again")
     else:
+        again = spend(0.0, 0.0, steps=1)
         with pytest.raises(Refused):
-            run.ahead(number) if what == "ahead" else run.note(number, b"x")
+            {
+                "ahead": lambda: run.ahead(number),
+                "note": lambda: run.note(number, b"x"),
+                "charge": lambda: run.charge(again, reason="again"),
+            }[what]()
 
 
 def agree(model: Plain, budget: Budget) -> None:

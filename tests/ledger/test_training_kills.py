@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import hushgrad as hg
-from hushgrad.ledger import Budget, Ledger, Rule, renyi, total
-from hushgrad.resuming import Memory
+from hushgrad import checkpoint, resuming
+from hushgrad.launch import carry_out, start
+from hushgrad.ledger import Budget, Entry, Ledger, Rule, renyi, total
+from hushgrad.ledger.file import File
+from hushgrad.report import VERSIONS, Request, write_beginning, write_end
+from hushgrad.types import Refused
+from recipes_to_try import good
 
 STEPS, SAVE_EVERY = 80, 9
 PLAN = hg.Plan(
@@ -156,29 +164,158 @@ def test_a_replay_with_the_key_costs_nothing(stopped: tuple[Path, Path]) -> None
     assert budget.spent["epsilon"] == pytest.approx(PLAN.epsilon)
 
 
-def test_a_kill_between_the_settlement_and_the_last_checkpoint_costs_nothing(
-    stopped: tuple[Path, Path],
-) -> None:
+@pytest.mark.parametrize("last", ["save", "settle", "destroy"])
+def test_a_kill_while_a_run_ends_costs_nothing(stopped: tuple[Path, Path], last: str) -> None:
+    """Killed before its last checkpoint, before its settlement, or before its key is destroyed."""
+
     def work(tell: Callable[..., None]) -> None:
-        save = Memory.save
+        def save_or_die(path: Path, state: Any) -> None:
+            if state["run"]["taken"] == STEPS:
+                die()
+            write(path, state)
 
-        def save_or_die(memory: Memory, run: Any) -> None:
-            if run.steps_taken == STEPS:
-                os.kill(os.getpid(), signal.SIGKILL)
-            save(memory, run)
-
+        write = checkpoint.write
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Memory, "save", save_or_die)
+            patch.setattr(*{
+                "save": (checkpoint, "write", save_or_die),
+                "settle": (Entry, "settle", die),
+                "destroy": (resuming, "destroy", die),
+            }[last])  # fmt: skip
             trained(*stopped, tell)
+
+    def die(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     told = killed(work, after=STEPS, pause=0.0)
     assert told[-1][0] == STEPS - 1
     (row,) = Ledger(stopped[0]).budget("census").account.rows
-    assert row.settled
+    assert bool(row.settled) == (last == "destroy")
     assert (stopped[1] / "key").exists()
-    budget = finished(*stopped)
+    again = killed(lambda tell: trained(*stopped, tell), after=STEPS, pause=0.0)
+    assert bool(again) == (last == "save")  # else no step is taken any more
+    assert not (stopped[1] / "key").exists()
+    budget = Ledger(stopped[0]).budget("census")
     assert len(budget.account.charges) == 1
     assert budget.spent["epsilon"] == pytest.approx(PLAN.epsilon)
+    assert all(row.settled for row in budget.account.rows)
+
+
+def test_a_settled_run_is_not_resumed_on_edited_data(stopped: tuple[Path, Path]) -> None:
+    """The copy of a folder whose run has ended meanwhile."""
+    path, folder = stopped
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    spent = finished(path, folder).spent
+    for edited, lost, message in (
+        (True, False, "got other batches than it has drawn"),
+        (False, True, "got other batches than it has drawn"),
+    ):
+        if lost:
+            (copy / "key").unlink()
+        before = sorted(copy.iterdir())
+        with pytest.raises(Refused, match=message):
+            trained(path, copy, lambda *what: None, edited=edited)
+        assert sorted(copy.iterdir()) == before
+    assert Ledger(path).budget("census").spent == spent
+
+
+def test_a_settled_run_is_replayed_and_nothing_else(stopped: tuple[Path, Path]) -> None:
+    path, folder = stopped
+    copies = [folder.with_name(name) for name in ("one", "two")]
+    for copy in copies:
+        shutil.copytree(folder, copy)
+    first: list[Any] = killed(lambda tell: trained(path, folder, tell), after=STEPS, pause=0.5)
+    again: list[Any] = []
+    trained(path, copies[0], lambda *what: again.append(list(what)))
+    assert again == first[-len(again) :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", lambda self: None)  # so step 19 comes out otherwise
+        with pytest.raises(Refused, match="got a charge for what it would release besides"):
+            trained(path, copies[1], lambda *what: None)
+    assert len(Ledger(path).budget("census").account.charges) == 1
+
+
+# --- the files of a finished run ---
+
+
+class Fuse:
+    """Kills its process instead of a write, after so many writes."""
+
+    def __init__(self, writes: int) -> None:
+        self.left = writes
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.burn()
+            return function(*arguments, **options)
+
+        return call
+
+    def burn(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            os._exit(9)
+
+
+def reported(folder: Path, *, writes: int = 10**6) -> int:
+    """Train and report in a process of its own, killed after so many writes; its exit code."""
+
+    def work() -> None:
+        fuse, writing = Fuse(writes), File.writing
+
+        @contextmanager
+        def burning(file: File, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+            with writing(file, durable=durable) as connection:
+                yield connection
+                fuse.burn()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(File, "writing", burning)
+            for name in ("replace", "link", "unlink"):
+                patch.setattr(os, name, fuse.before(getattr(os, name)))
+            recipe = good(steps=2)
+            resume = (folder / "checkpoint.safetensors").exists()
+            run = start(recipe, rng=hg.Rng.fixed(0), folder=folder, resume=resume)
+            request = Request("good", {}, 0, 0, "")
+            if not (folder / VERSIONS).exists():
+                write_beginning(run, folder, request)
+            write_end(carry_out(run, recipe), recipe, folder, request)
+
+    return os.waitstatus_to_exitcode(os.waitpid(forked(work), 0)[1])
+
+
+def check_report(folder: Path, whole: Path) -> None:
+    for name in ("model.safetensors", "metrics.csv", "plan.json", "curves.png"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    assert not (folder / "key").exists()
+    (row,) = (row for row in Ledger(folder / "ledger.sqlite").budget("run").account.rows)
+    assert row.settled
+
+
+def kill_each_write(tmp_path: Path, every: int) -> None:
+    """A run that is killed at any write can be resumed, or has released nothing."""
+    whole = tmp_path / "whole"
+    assert reported(whole) == 0
+    writes = 1
+    while (code := reported(folder := tmp_path / str(writes), writes=writes)) != 0:
+        assert code == 9
+        if (folder / "checkpoint.safetensors").exists():
+            assert reported(folder) == 0, f"killed after {writes} writes"
+            check_report(folder, whole)
+        else:
+            assert not (folder / "metrics.csv").exists()
+        writes += every
+    assert writes > 25
+
+
+def test_a_run_that_is_killed_at_some_writes_gets_its_model_and_report(tmp_path: Path) -> None:
+    kill_each_write(tmp_path, 7)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_write_gets_its_model_and_report(tmp_path: Path) -> None:
+    kill_each_write(tmp_path, 1)
 
 
 def test_a_replay_without_the_key_is_charged(stopped: tuple[Path, Path]) -> None:

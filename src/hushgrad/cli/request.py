@@ -19,7 +19,8 @@ from hushgrad.cli.target import NotFound, function_named
 from hushgrad.data.files import VARIABLE
 from hushgrad.ledger import Budget, Ledger
 from hushgrad.recipe import Recipe
-from hushgrad.report import Request
+from hushgrad.report import REQUEST, Request
+from hushgrad.resuming import CHECKPOINT
 
 RUNS = Path("runs")
 """Where runs are kept that were given no folder."""
@@ -90,20 +91,30 @@ def request_for(
     return Request(asked.target, asked.options, seed, start, command)
 
 
-def resumed(asked: Asked, folder: Path | None, *, seed: int | None) -> tuple[Request, Path]:
-    """The request that the run in `folder` began with, which must be the same as now."""
-    if folder is None:
+def folder_of(output: Path | None) -> Path:
+    """The folder of the run to resume; without one, it cannot be told which run is meant."""
+    if output is None:
         raise ValueError("expected the folder of the run to resume, got none; name it by --output")
+    return output
+
+
+def resumed(asked: Request, folder: Path) -> Request:
+    """The request that the run in `folder` began with, which must be the same as now.
+
+    A run that was killed before its request was written has the one of now.
+    """
+    if (folder / CHECKPOINT).exists() and not (folder / REQUEST).exists():
+        return asked
     request = Request.read(folder)
     if (folder / "result.json").exists():
         raise ValueError(f"expected a run that is not over, got {folder}, which is; start another")
     before = (request.recipe, request.options, request.seed)
-    if before != (asked.target, asked.options, seed):
+    if before != (asked.recipe, asked.options, asked.seed):
         raise ValueError(
             f"expected the recipe, options and seed that the run began with, got others; its "
             f"command was: {request.command}"
         )
-    return request, folder
+    return request
 
 
 def free_folder(output: Path | None, name: str) -> Path:

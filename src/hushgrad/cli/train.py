@@ -14,11 +14,17 @@ import typer
 
 from hushgrad.cli.errors import sentences
 from hushgrad.cli.progress import Bar
-from hushgrad.cli.request import asked_for, budget_for, free_folder, request_for, resumed
-from hushgrad.launch import Outcome, carry_out, start
+from hushgrad.cli.request import (
+    asked_for,
+    budget_for,
+    folder_of,
+    free_folder,
+    request_for,
+    resumed,
+)
+from hushgrad.launch import carry_out, start
 from hushgrad.preflight import check
-from hushgrad.recipe import Recipe
-from hushgrad.report import Request, write_beginning, write_end, write_progress
+from hushgrad.report import VERSIONS, Request, write_beginning, write_end, write_progress
 from hushgrad.rng import Rng
 from hushgrad.training import Run
 from hushgrad.words import in_words
@@ -83,25 +89,36 @@ def train(
         with sentences():
             asked = asked_for(arguments or [], named)
             budget = stack.enter_context(budget_for(ledger, dataset_name))
+            folder = folder_of(output) if resume else free_folder(output, asked.name)
+            charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
+            request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
             if resume:
-                request, folder = resumed(asked, output, seed=seed)
-            else:
-                folder = free_folder(output, asked.name)
-                charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
-                request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
+                request = resumed(request, folder)
             recipe = asked.recipe(data=data, seed=request.weights_seed)
             check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())
             run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
-        if not resume:
-            write_beginning(run, folder, request)
+        if not (folder / VERSIONS).exists():
+            with or_say_how_to_go_on(request, folder):
+                write_beginning(run, folder, request)
         every = checkpoint_every or max(1, len(run) // _CHECKPOINTS)
-        with Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar:
-            outcome = _carried_out(run, recipe, every, device, bar, stopped)
-        if not outcome.finished:
-            _say_how_to_resume(run, folder, request)
-        found = write_end(outcome, recipe, folder, request)
+        with (
+            Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar,
+            or_say_how_to_go_on(request, folder, run),
+        ):
+            outcome = carry_out(
+                run,
+                recipe,
+                checkpoint_every=every,
+                device=device,
+                each_step=bar,
+                stopped=stopped,
+            )
+        with or_say_how_to_go_on(request, folder):
+            if not outcome.finished:
+                _say_how_to_resume(run, folder, request)
+            found = write_end(outcome, recipe, folder, request)
         _say(found, run, folder, as_json=as_json)
 
 
@@ -122,35 +139,30 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _carried_out(
-    run: Run,
-    recipe: Recipe,
-    every: int,
-    device: str,
-    bar: Bar,
-    stopped: Callable[[], bool],
-) -> Outcome:
+@contextmanager
+def or_say_how_to_go_on(request: Request, folder: Path, run: Run | None = None) -> Iterator[None]:
+    """Turn an error into a sentence, how far the run came, and how to go on once that is mended."""
     try:
-        return carry_out(
-            run,
-            recipe,
-            checkpoint_every=every,
-            device=device,
-            each_step=bar,
-            stopped=stopped,
+        yield
+    except (ValueError, OSError) as error:
+        ended = (
+            ""
+            if run is None
+            else f" The run ended after {run.steps_taken} of {run.plan.steps} steps; what it was "
+            "charged stays charged."
         )
-    except ValueError as error:
-        typer.echo(
-            f"Error: {error}. The run ended after {run.steps_taken} of {len(run)} steps; what it "
-            "was charged stays charged",
-            err=True,
-        )
+        command = _resume_command(request, folder)
+        typer.echo(f"Error: {error}.{ended} To go on:\n\n    {command}\n", err=True)
         raise typer.Exit(1) from error
+
+
+def _resume_command(request: Request, folder: Path) -> str:
+    return f"{request.command} --output {shlex.quote(str(folder))} --resume"
 
 
 def _say_how_to_resume(run: Run, folder: Path, request: Request) -> None:
     write_progress(run, folder)
-    command = f"{request.command} --output {shlex.quote(str(folder))} --resume"
+    command = _resume_command(request, folder)
     typer.echo(
         f"Interrupted after {run.steps_taken} of {len(run)} steps. To go on:\n\n    {command}\n",
         err=True,

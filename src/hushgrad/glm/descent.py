@@ -96,6 +96,7 @@ def descend(
         fingerprint=fingerprint,
     )
     theta = torch.zeros(classes, rows.width, dtype=torch.float64)
+    memory.restore(Descended(theta, 0), lambda state: None)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
     span, divisor = _span(rows, sampling, plan), plan.divisor

@@ -6,10 +6,11 @@ import json
 import math
 import secrets
 import sqlite3
+from collections.abc import Callable
 from typing import Any
 
 from hushgrad.accounting import Target
-from hushgrad.ledger.entry import Entry, boot
+from hushgrad.ledger.entry import Entry, boot, charge_more, take_over
 from hushgrad.ledger.file import File
 from hushgrad.ledger.records import (
     PLAN,
@@ -26,6 +27,9 @@ from hushgrad.ledger.records import (
 from hushgrad.ledger.rules import Rule
 from hushgrad.ledger.spending import Spend
 from hushgrad.types import Refused, Relation
+
+Surcharge = Callable[[Row], tuple[Spend, str] | None]
+"""A run's row, to what resuming it costs and the reason; None where it costs nothing."""
 
 
 class Budget:
@@ -103,8 +107,8 @@ class Budget:
         or empty if unknown: a name keeps its first one, and no other name may have it.
         """
         described = json.dumps(plan, sort_keys=True)
-        identity, holder = secrets.token_hex(8), secrets.token_hex(8)
-        row = Row(identity, self.name, label, described, now(), 0, 0, 0, boot(), holder, None, None)
+        identity = secrets.token_hex(8)
+        row = Row(identity, self.name, label, described, now(), 0, 0, 0, boot(), "", None, None)
         with self._file.writing() as connection:
             account = loaded(connection, self.name, self._file.path)
             cost = account.cost(spend)
@@ -116,31 +120,55 @@ class Budget:
                     "UPDATE budgets SET fingerprint = ? WHERE name = ?", (fingerprint, self.name)
                 )
             add_row(connection, row)
+            holder = take_over(connection, row, home=self._file.home)
             add_charge(connection, identity, spend, cost, reason=PLAN)
             what = f"opened {label}: ({spend.epsilon:.6g}, {spend.delta:.6g})-DP"
             remember(connection, self.name, identity, what)
             sealed(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
-    def entry(self, identity: str, *, fingerprint: str = "") -> Entry:
-        """A run that was opened before, for the process that resumes it.
+    def entry(self, identity: str) -> Entry:
+        """A run that was opened before, to look at. `resume` is for the process that goes on."""
+        _require_row(self.account, identity, self._file)
+        return Entry(self._file, self.name, identity, holder=None)
+
+    def resume(
+        self, identity: str, *, fingerprint: str = "", charge: Surcharge = lambda row: None
+    ) -> Entry:
+        """Take a run over, in the place of whatever process has carried it on.
+
+        `charge` says from the run's row, which nobody changes meanwhile, what going on costs
+        beyond the plan, and why; None for a replay. It may refuse. Taking over and charging are
+        one transaction: both happen, or neither does, and then the other process goes on.
 
         Data that have a budget under another name are refused. Others may have been edited since
-        the run began: what that costs is for the process to charge.
+        the run began: what that costs is for `charge` to say.
         """
-        with self._file.reading() as connection:
+        with self._file.writing() as connection:
             account = loaded(connection, self.name, self._file.path)
             _require_no_other(connection, self.name, fingerprint)
-        if identity not in [row.id for row in account.rows]:
-            raise Refused(
-                f"expected a run that was charged to {self.name} in {self._file.path}, got "
-                f"{identity!r}; resume with the ledger that the run was started with"
-            )
-        return Entry(self._file, self.name, identity, holder=None)
+            row = _require_row(account, identity, self._file)
+            more = charge(row)
+            if more is not None:
+                spend, reason = more
+                charge_more(connection, account, identity, spend, reason=reason)
+            holder = take_over(connection, row, home=self._file.home)
+            sealed(connection, self.name)
+        return Entry(self._file, self.name, identity, holder)
 
     def __repr__(self) -> str:
         account = self.account
         return f"Budget({self.name!r}, ({account.epsilon:g}, {account.delta:g}), {account.rule!r})"
+
+
+def _require_row(account: Account, identity: str, file: File) -> Row:
+    for row in account.rows:
+        if row.id == identity:
+            return row
+    raise Refused(
+        f"expected a run that was charged to {account.name} in {file.path}, got {identity!r}; "
+        "resume with the ledger that the run was started with"
+    )
 
 
 def _require_no_other(connection: sqlite3.Connection, name: str, fingerprint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import sqlite3
 from collections.abc import Iterator
@@ -38,12 +39,13 @@ UNKNOWN = b""
 class Entry:
     """A run that is charged to a budget.
 
-    One process at a time carries a run on: the first call that writes takes it over, and the
-    process that had it before is refused from then on. Reading takes nothing over.
+    One process at a time carries a run on: the one that opened it, until another resumes it.
+    Whatever the first would write after that is refused. An entry without a holder only reads.
     """
 
     def __init__(self, file: File, budget: str, identity: str, holder: str | None) -> None:
         self._file, self._budget, self.id, self._holder = file, budget, identity, holder
+        self._process = os.getpid()
 
     @property
     def position(self) -> int:
@@ -56,6 +58,17 @@ class Entry:
         return self._row().settled is not None
 
     @property
+    def copied(self) -> bool:
+        """True if the ledger is a copy, made after the run was last begun or resumed.
+
+        The run may then have gone on by the other ledger, and this one knows nothing of that.
+        """
+        asked = "SELECT inode FROM homes WHERE entry = ?"
+        with self._file.reading() as connection:
+            found = connection.execute(asked, (self.id,)).fetchone()
+        return found is None or found[0] != self._file.home
+
+    @property
     def spends(self) -> list[Spend]:
         """The plan's cost and every extra one."""
         account = self._account()
@@ -63,7 +76,7 @@ class Entry:
 
     def ahead(self, upto: int) -> None:
         """Reserve: the steps below `upto` may be released once this has returned."""
-        with self._holding() as connection:
+        with self._holding() as (connection, _):
             row = _found(loaded(connection, self._budget, self._file.path), self.id)
             if upto > row.position and row.settled is not None:
                 raise Refused(
@@ -90,30 +103,31 @@ class Entry:
         """Keep the digest of a release, before the release is used. The same one is kept once.
 
         It outlives the process, and not a loss of power: `digests` then says that it is unknown.
+        A settled run may only be replayed: a digest that it does not have is refused.
         """
-        with self._holding(durable=False) as connection:
-            reserved = _row(connection, self.id).position
-            if not 0 <= step < reserved:
+        with self._holding(durable=False) as (connection, row):
+            if not 0 <= step < row.position:
                 raise Refused(
-                    f"expected a step that is reserved, below {reserved}, got {step}; call ahead "
-                    "first"
+                    f"expected a step that is reserved, below {row.position}, got {step}; call "
+                    "ahead first"
                 )
+            known = "SELECT 1 FROM digests WHERE entry = ? AND step = ? AND digest = ?"
+            if connection.execute(known, (self.id, step, digest)).fetchone():
+                return
+            if row.settled is not None:
+                raise over(row, f"another release of step {step}")
             connection.execute(
-                "INSERT OR IGNORE INTO digests (entry, step, digest) VALUES (?, ?, ?)",
+                "INSERT INTO digests (entry, step, digest) VALUES (?, ?, ?)",
                 (self.id, step, digest),
             )
 
     def charge(self, spend: Spend, *, reason: str) -> None:
         """Charge an extra cost of this run before it is released; refused if there is no room."""
-        if not reason or reason == PLAN:
-            raise ValueError(f"expected a reason for the charge, got {reason!r}; say it in words")
-        with self._file.writing() as connection:
+        with self._holding() as (connection, row):
+            if row.settled is not None:
+                raise over(row, "a charge for what it would release besides")
             account = loaded(connection, self._budget, self._file.path)
-            cost = account.cost(spend)
-            account.require_room(cost)
-            add_charge(connection, self.id, spend, cost, reason=reason)
-            what = f"charged ({spend.epsilon:.6g}, {spend.delta:.6g})-DP: {reason}"
-            remember(connection, self._budget, self.id, what)
+            charge_more(connection, account, self.id, spend, reason=reason)
             sealed(connection, self._budget)
 
     def settle(self, *, steps: int, event: DpEvent | None) -> None:
@@ -126,9 +140,9 @@ class Entry:
         from `event`, or `event` is None, or the number of steps was drawn, the plan's cost stays.
         A settled run stays as it is: its steps may be replayed, and no more may be reserved.
         """
-        if self._row().settled is not None:
-            return
-        with self._holding() as connection:
+        with self._holding() as (connection, held):
+            if held.settled is not None:
+                return
             account = loaded(connection, self._budget, self._file.path)
             row = _found(account, self.id)
             if not 0 <= steps <= row.position:
@@ -162,32 +176,74 @@ class Entry:
     def _row(self) -> Row:
         return _found(self._account(), self.id)
 
+    def require_held(self) -> None:
+        """Refuse what this process would do if another one has the run by now."""
+        with self._file.reading() as connection:
+            self._require_holder(_row(connection, self.id))
+
     @contextmanager
-    def _holding(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction of the one process that carries the run on."""
-        if self._holder is None:
-            self._take_over()
+    def _holding(self, *, durable: bool = True) -> Iterator[tuple[sqlite3.Connection, Row]]:
+        """A transaction of the one process that carries the run on, and the run's row in it."""
         with self._file.writing(durable=durable) as connection:
             row = _row(connection, self.id)
-            if row.holder != self._holder:
-                raise Refused(
-                    f"expected to be the only process that carries on the run {self.id}, got "
-                    "another that has taken it over; end this one"
-                )
-            yield connection
+            self._require_holder(row)
+            yield connection, row
 
-    def _take_over(self) -> None:
-        holder = secrets.token_hex(8)
-        with self._file.writing() as connection:
-            row = _found(loaded(connection, self._budget, self._file.path), self.id)
-            doubt = row.doubt if row.boot == boot() else row.position
-            changes = "holder = ?, floor = ?, doubt = ?, boot = ?"
-            self._update(connection, changes, holder, row.position, doubt, boot())
-            sealed(connection, self._budget)
-        self._holder = holder
+    def _require_holder(self, row: Row) -> None:
+        if self._holder is None:
+            raise Refused(
+                f"expected a run that this process carries on, got {self.id}, which it only reads; "
+                "resume it first, with Budget.resume"
+            )
+        if row.holder != self._holder:
+            raise Refused(
+                f"expected to be the only process that carries on the run {self.id}, got "
+                "another that has taken it over; end this one"
+            )
+        if self._process != os.getpid():
+            raise Refused(
+                f"expected the process that began or resumed the run {self.id}, got one that was "
+                "forked from it; go on in the first, or resume the run"
+            )
 
     def _update(self, connection: sqlite3.Connection, changes: str, *values: int | str) -> None:
         connection.execute(f"UPDATE entries SET {changes} WHERE id = ?", (*values, self.id))
+
+
+def take_over(connection: sqlite3.Connection, row: Row, *, home: str) -> str:
+    """Make the caller the one that carries the run on; returns what it is known by from now on.
+
+    Whatever may have been released so far, by anyone, is below the row's position from here on.
+    """
+    token = secrets.token_hex(8)
+    doubt = row.doubt if row.boot == boot() else row.position
+    connection.execute(
+        "UPDATE entries SET holder = ?, floor = ?, doubt = ?, boot = ? WHERE id = ?",
+        (token, row.position, doubt, boot(), row.id),
+    )
+    connection.execute("INSERT OR REPLACE INTO homes VALUES (?, ?)", (row.id, home))
+    return token
+
+
+def charge_more(
+    connection: sqlite3.Connection, account: Account, run: str, spend: Spend, *, reason: str
+) -> None:
+    """Charge a run more than its plan, within a transaction; refused if there is no room."""
+    if not reason or reason == PLAN:
+        raise ValueError(f"expected a reason for the charge, got {reason!r}; say it in words")
+    cost = account.cost(spend)
+    account.require_room(cost)
+    add_charge(connection, run, spend, cost, reason=reason)
+    what = f"charged ({spend.epsilon:.6g}, {spend.delta:.6g})-DP: {reason}"
+    remember(connection, account.name, run, what)
+
+
+def over(row: Row, got: str) -> Refused:
+    """The refusal of what would add to a run that is settled."""
+    return Refused(
+        f"expected at most a replay of the run {row.id}, which was settled at {row.settled}, got "
+        f"{got}; start another run"
+    )
 
 
 @functools.cache

@@ -18,9 +18,19 @@ from pathlib import Path
 
 from hushgrad.types import Refused
 
+ENDINGS = ("", "-wal", "-shm")
+"""What the names of a ledger's files end with; SQLite has the last two while it is in use."""
+
 _APPLICATION = 0x68756C65  # "hule", SQLite's application_id
-_VERSION = 1
-_SCHEMA = """
+_VERSION = 2
+_ADDED = """
+CREATE TABLE changes (count INTEGER NOT NULL);
+CREATE TABLE homes (entry TEXT PRIMARY KEY, inode TEXT NOT NULL) WITHOUT ROWID;
+INSERT INTO changes VALUES (0);
+"""
+"""What version 2 has and version 1 had not."""
+
+_SCHEMA = f"""
 CREATE TABLE meta (salt BLOB NOT NULL);
 CREATE TABLE budgets (
     name TEXT PRIMARY KEY, epsilon REAL NOT NULL, delta REAL NOT NULL, relation TEXT NOT NULL,
@@ -46,6 +56,7 @@ CREATE TABLE history (
 );
 CREATE INDEX charges_of ON charges (entry);
 CREATE INDEX entries_of ON entries (budget);
+{_ADDED}
 """
 
 
@@ -60,19 +71,28 @@ class File:
         self.path, self._wait = path, wait
         self._connections: dict[tuple[int, int], sqlite3.Connection] = {}
         self._same: tuple[int, int] | None = None
+        self._seen = self._least = 0  # changes, and bytes of the file
+        self._log: os.stat_result | None = None
         with sentences(path):
             if not path.exists():
                 _create(path)
             self._connection()
         weakref.finalize(self, _close, self._connections)
 
+    @property
+    def home(self) -> str:
+        """What tells this file from a copy of it; one that is moved within a disk keeps it."""
+        with sentences(self.path):
+            return str(self.path.stat().st_ino)
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that sees one state of the file throughout."""
         with sentences(self.path):
-            connection = self._connection()
+            connection, seen = self._connection(), self._seen
             connection.execute("BEGIN")
             try:
+                self._require_later(connection, seen)
                 yield connection
             finally:
                 _roll_back(connection)
@@ -81,32 +101,70 @@ class File:
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """A transaction that nobody else writes during; it happens as a whole or not at all."""
         with sentences(self.path):
-            connection = self._connection()
+            connection, seen = self._connection(), self._seen
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             try:
+                connection.execute("UPDATE changes SET count = count + 1")
+                count = self._require_later(connection, seen + 1)
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
                 _roll_back(connection)
                 raise
+            self._seen = max(self._seen, count)
+            self._measure()
 
     def close(self) -> None:
         """Close the connections of this process. The next use opens them again."""
         _close(self._connections)
+        self._log = None
 
     def _connection(self) -> sqlite3.Connection:
         own = (os.getpid(), threading.get_ident())
+        if own in self._connections and self._log_was_cut():
+            self._connections.pop(own).close()  # what it holds may be lost; the count will tell
+            self._log = None
         if own not in self._connections:
             self._connections[own] = _opened(self.path, self._wait)
             self._same = self._same or _identity(self.path)
+            self._measure()
         # SQLite goes on writing to a file that has lost its name, and all of that would be lost.
         if _identity(self.path) != self._same:
             raise Refused(
                 f"expected the ledger {self.path} that was opened, got another file in its place; "
                 "put it back, or start again with the one that is there"
             )
+        if self.path.stat().st_size < self._least:
+            raise damaged(self.path, "one that was cut short while it was in use")
         return self._connections[own]
+
+    def _measure(self) -> None:
+        """Keep the sizes of the files, none of which shrinks while it is in use."""
+        self._least = max(self._least, self.path.stat().st_size)
+        self._log = _log_of(self.path)
+
+    def _log_was_cut(self) -> bool:
+        # SQLite itself would go on writing behind the gap, or to a log that has lost its name.
+        before, now = self._log, _log_of(self.path)
+        if before is None:
+            return False
+        return now is None or now.st_ino != before.st_ino or now.st_size < before.st_size
+
+    def _require_later(self, connection: sqlite3.Connection, least: int) -> int:
+        """Refuse a file that has lost what this process wrote to it; the count of its changes."""
+        found = connection.execute("SELECT count FROM changes").fetchone()
+        if found is None or found[0] < least:
+            raise damaged(self.path, "an older state than it had before")
+        return int(found[0])
+
+
+def _log_of(path: Path) -> os.stat_result | None:
+    """The size and identity of SQLite's write-ahead log; None if there is none."""
+    try:
+        return path.with_name(path.name + "-wal").stat()
+    except FileNotFoundError:
+        return None
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -142,7 +200,7 @@ def _create(path: Path) -> None:
         with suppress(FileExistsError):
             os.link(made, path)
     finally:
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in ENDINGS:
             made.with_name(made.name + suffix).unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -155,6 +213,7 @@ def _opened(path: Path, wait: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
     try:
         _require_ledger(connection, path)
+        _upgrade(connection)
         connection.execute("PRAGMA foreign_keys = ON")
         found = [row[0] for row in connection.execute("PRAGMA quick_check")]
         if found != ["ok"]:
@@ -165,12 +224,32 @@ def _opened(path: Path, wait: float) -> sqlite3.Connection:
     return connection
 
 
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Give a ledger of an older version what this one keeps beside it."""
+    if _version(connection) == _VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if _version(connection) != _VERSION:  # another process may have been first
+            for statement in _ADDED.strip().split("\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        _roll_back(connection)
+        raise
+
+
 def _require_ledger(connection: sqlite3.Connection, path: Path) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version = _version(connection)
     if application != _APPLICATION:
         raise _other_file(path)
-    if version != _VERSION:
+    if not 1 <= version <= _VERSION:
         raise Refused(
             f"expected a ledger of version {_VERSION} at {path}, got version {version}; use a "
             "newer version of hushgrad"

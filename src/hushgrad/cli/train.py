@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from warnings import catch_warnings, filterwarnings
 
 import typer
 
@@ -89,7 +90,10 @@ def train(
                 folder = free_folder(output, asked.name)
                 charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
                 request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
-            recipe = asked.recipe(data=data, seed=request.weights_seed)
+            with catch_warnings():
+                # `check` refuses what this warns of.
+                filterwarnings("ignore", "expected delta below 1 / records", UserWarning)
+                recipe = asked.recipe(data=data, seed=request.weights_seed)
             check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())

@@ -259,9 +259,10 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
-    """Refuse an optimizer that holds a tensor which is neither private nor frozen.
+    """Refuse an optimizer that holds a tensor which is neither private nor frozen, or misses one.
 
-    Such a tensor would be trained on gradients without noise.
+    The former would be trained on gradients without noise; the latter would get noise, and a share
+    of each record's bound, and would not be trained.
     """
     private = {id(p) for p in params.values()}
     for number, group in enumerate(optimizer.param_groups):
@@ -272,3 +273,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
                     f"{tuple(p.shape)}, is neither private nor frozen; add it to the private "
                     "parameters, or freeze it with requires_grad_(False)"
                 )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missed = [name for name, p in params.items() if id(p) not in held]
+    if missed:
+        more = f" and {len(missed) - 3} more" * (len(missed) > 3)
+        raise Refused(
+            "expected the optimizer to hold every trainable parameter, got none of its groups "
+            f"with {', '.join(missed[:3])}{more}; freeze what is not to be trained with "
+            "requires_grad_(False), or pass it to the optimizer"
+        )

@@ -93,7 +93,7 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
             if id(leaf) in names or made_from:
                 raise _consumed(names.get(id(leaf), ", ".join(made_from)), _spelt(consumer))
             if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
-                raise _stranger(f"of shape {tuple(leaf.shape)}")
+                raise _stranger(_unnamed(leaf))
             others.append(weakref.ref(leaf))
     return others
 
@@ -106,7 +106,7 @@ def refuse_kept(leaves: Iterable[Reference]) -> None:
         kept = leaf()
         if kept is not None:
             kept.grad = None
-            raise _stranger(f"of shape {tuple(kept.shape)}")
+            raise _stranger(_unnamed(kept))
 
 
 def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -133,6 +133,13 @@ def _consumed(name: str, consumer: str = "an operation") -> Refused:
         f"{consumer} consumed the parameter {name} out of sight (a custom autograd.Function or "
         "kernel?); write it with torch operations, or use form=loop"
     )
+
+
+def _unnamed(leaf: Tensor) -> str:
+    """A parameter by its shape; of another tensor that would tell the size of the batch."""
+    if isinstance(leaf, nn.Parameter):
+        return f"of shape {tuple(leaf.shape)}"
+    return f"(a tensor of {leaf.dim()} dimensions that requires a gradient)"
 
 
 def _stranger(name: str) -> Refused:

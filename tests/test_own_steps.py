@@ -467,3 +467,45 @@ def test_a_digest_takes_any_layout() -> None:
         x[0] += 1
         x[40] += 1
         assert before != digests({"x": view})
+
+
+# --- what a run asks of its arguments ---
+
+
+@pytest.mark.parametrize(
+    ("planned", "warned"), [(200, False), (185, False), (400, True), (100, True)]
+)
+def test_data_of_another_size_than_planned_are_warned_of(planned: int, warned: bool) -> None:
+    """Under add/remove their number is private: it is not said, and not looked at closely."""
+    net = Net()
+    plan = hg.plan(records=planned, batch=20, epochs=1, delta=1e-4, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def start() -> None:
+        hg.train(net, optimizer, data(), plan=plan, rng=Rng.from_os())
+
+    if not warned:
+        start()
+        return
+    with pytest.warns(UserWarning, match=f"about the {planned} records") as caught:
+        start()
+    assert str(RECORDS) not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("relation", [hg.Relation.REPLACE_ONE, hg.Relation.ZERO_OUT])
+@pytest.mark.parametrize("planned", [199, 201, 400])
+def test_where_the_number_of_records_is_public_it_must_be_the_plans(
+    relation: hg.Relation, planned: int
+) -> None:
+    net = Net()
+    plan = hg.plan(
+        records=planned, batch=20, epochs=1, delta=1e-4, noise_multiplier=1.0, relation=relation
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(Refused, match=f"expected the {planned} records of the plan, got 200"):
+        hg.train(net, optimizer, data(), plan=plan, rng=Rng.from_os())
+
+
+def test_an_optimizer_that_holds_the_head_alone_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match=r"none of its groups with one\.weight, one\.bias; freeze"):
+        Case(make=lambda p: torch.optim.SGD(list(p)[2:], lr=0.1))

@@ -83,15 +83,6 @@ def kernel(x: Tensor, w: Tensor) -> Tensor:
     return torch.from_numpy(x.detach().numpy() @ w.detach().numpy().T).requires_grad_()
 
 
-LEAVES: list[Tensor] = []
-
-
-def kept(size: int) -> Tensor:
-    """A leaf that outlives the pass, and could be trained."""
-    LEAVES.append(torch.ones(size, requires_grad=True))
-    return LEAVES[-1]
-
-
 def numbers(text: str) -> list[str]:
     return re.findall(r"\d+", re.sub(r"float32|argmax\(1\)|\b\d dimension", "", text))
 
@@ -107,9 +98,6 @@ BAD: dict[str, Callable[[nn.Module], Callable[[Any], Any]]] = {
     "transposed": lambda net: lambda b: net(b[0]).t() @ torch.ones(7),
     "out of sight": lambda net: lambda b: kernel(b[0], net.first.weight).sum(1),
     "mixed by a product": lambda net: lambda b: (b[0] @ b[0].t() @ net(b[0])).sum(1),
-    "another leaf": lambda net: (
-        lambda b: entropy(net, *b) + torch.ones(len(b[0]), requires_grad=True)
-    ),
 }
 
 

@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 # What each top-level module may import from the package, besides itself. Every module has a place
 # here: a new stage in STAGES, anything that puts stages together in COMPOSERS.
 GROUND = {
+    "bits": frozenset(),
     "nested": frozenset(),
     "numerics": frozenset(),
     "rng": frozenset(),
@@ -46,6 +47,11 @@ COMPOSERS = frozenset(
         "odometer",
         "preflight",
         "words",
+        "admission",
+        "drawn",
+        "penalties",
+        "randomness",
+        "snapshot",
         "reproductions",
     }
 )

@@ -39,12 +39,16 @@ class Books:
         self._entered = entry.position
         self._replayed = replayed  # steps below it may have been released with this key
 
-    def released(self, step: int, digest: bytes) -> None:
-        """Enter a release before it is used; charge it if it is another one of a step's batch."""
+    def drawn(self, step: int) -> None:
+        """Enter a step before its batch is seen: it counts, whether it is used or not."""
         if step >= self._entered:
             ahead = min(step + AHEAD, self._plan.steps)
             self.entry.ahead(ahead)
             self._entered = ahead
+
+    def released(self, step: int, digest: bytes) -> None:
+        """Enter a release before it is used; charge it if it is another one of a step's batch."""
+        self.drawn(step)
         known = self.entry.digests(step) if step < self._replayed else []
         if known and digest not in known:
             times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
+from hushgrad.admission import needs_rng
 from hushgrad.charging import refuse_reproducible
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian, release
@@ -42,6 +43,7 @@ class Evaluation:
     delta: float
 
 
+@needs_rng
 def evaluate(
     values: Mapping[str, Values],
     data: Any,

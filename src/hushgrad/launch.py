@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hushgrad.admission import needs_rng
 from hushgrad.ledger import Budget
 from hushgrad.persample.records import count, cut, map_tensors
 from hushgrad.recipe import Recipe
@@ -36,6 +37,7 @@ class Outcome:
     accuracy: float | None
 
 
+@needs_rng
 def start(
     recipe: Recipe,
     *,
@@ -104,6 +106,7 @@ def carry_out(
     return Outcome(run, seconds, finished=True, accuracy=accuracy(recipe, device=device))
 
 
+@needs_rng
 def launch(recipe: Recipe, *, rng: Rng, folder: Path | None = None, device: str = "cpu") -> Outcome:
     """Train as the recipe says, from the start to the end of its plan."""
     run = start(recipe, rng=rng, folder=folder, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -176,6 +177,7 @@ def plan(
     The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
     threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`. With a
     `sampling` of one's own, `batch` says only how many steps an epoch has.
+    `records` is public, and `delta` should be well below 1 / records: above it a warning says so.
     Adaptive clipping brings the metrics that it follows. The algorithm is DP-SGD unless another of
     `hushgrad.algorithms` is given.
 
@@ -193,6 +195,12 @@ def plan(
         raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
     if not (math.isfinite(epochs) and epochs > 0):
         raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
+    if 1 <= delta * records < records:
+        warnings.warn(
+            f"expected delta below 1 / records = {1 / records:.2g}, got {delta:g}, by which "
+            "publishing a record chosen at random would pass; use a smaller delta",
+            stacklevel=2,
+        )
     steps = math.ceil(epochs * records / batch - 1e-9)
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip

@@ -27,7 +27,7 @@ from hushgrad.persample.records import count
 from hushgrad.preflight import UNCOUNTED
 from hushgrad.recipe import Recipe
 from hushgrad.training import Run
-from hushgrad.words import NOT_COVERED, if_secret, in_words
+from hushgrad.words import NOT_COVERED, in_words, model_card
 
 REQUEST, VERSIONS = "request.json", "versions.txt"
 """The first and the last file that is written when a run starts."""
@@ -102,18 +102,18 @@ def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) 
 
 def result(outcome: Outcome, request: Request, folder: Path) -> dict[str, Any]:
     """The numbers of a run, for scripts."""
-    guarantee, plan = outcome.run.guarantee, outcome.run.plan
+    facts = outcome.run.guarantee.to_dict()
     return {
         "recipe": request.recipe,
         "options": request.options,
         "seed": request.seed,
         "accuracy": outcome.accuracy,
-        "private": math.isfinite(guarantee.epsilon),
-        "epsilon": _finite(if_secret(guarantee)),
-        "delta": guarantee.delta,
-        "guarantee": str(guarantee),
-        "noise_multiplier": plan.noise_multiplier,
-        "steps": outcome.run.steps_taken,
+        "private": facts["private"],
+        "epsilon": facts["epsilon_if_secret"],
+        "delta": facts["delta"],
+        "guarantee": facts,
+        "noise_multiplier": facts["plan"]["noise_multiplier"],
+        "steps": facts["steps_taken"],
         "seconds": round(outcome.seconds, 3),
         "folder": str(folder),
     }
@@ -152,6 +152,10 @@ def report(outcome: Outcome, recipe: Recipe, request: Request) -> str:
         "The plan": _table(run.plan.describe()),
         "Preparation and tuning": _bullets(recipe.notes)
         or "The recipe says nothing about how data were prepared and settings were tuned.",
+        "For a model card": (
+            "What a model card can say, with its numbers from `result.json`:\n\n"
+            + "\n".join(f"    {line}".rstrip() for line in model_card(run.guarantee).splitlines())
+        ),
         "To reproduce": (
             f"    {request.command}\n\n"
             + (
@@ -163,7 +167,7 @@ def report(outcome: Outcome, recipe: Recipe, request: Request) -> str:
         ),
         "Versions": "".join(f"    {line}\n" for line in versions().splitlines()),
     }
-    private = math.isfinite(run.guarantee.epsilon)
+    private = run.guarantee.private
     title = f"# A {'private ' if private else ''}training run{'' if private else ', not private'}"
     parts = [title, *(f"## {title}\n\n{text}" for title, text in sections.items())]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

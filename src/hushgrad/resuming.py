@@ -52,7 +52,9 @@ Fingerprint = Callable[[bytes], str]
 class Training(Protocol):
     """A run, as far as its memory needs to know it."""
 
-    steps_taken: int
+    @property
+    def steps_drawn(self) -> int:
+        """How many steps have drawn their batch."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
@@ -96,6 +98,11 @@ class Memory:
     def entry(self) -> Entry | None:
         """The run's entry in a ledger."""
         return None if self._books is None else self._books.entry
+
+    def drawn(self, step: int) -> None:
+        """Enter a step whose batch is about to be seen."""
+        if self._books is not None:
+            self._books.drawn(step)
 
     def released(self, step: int, digest: bytes) -> None:
         """Enter a release that is about to be used; before, nothing of it has left the process."""
@@ -151,8 +158,8 @@ class Memory:
         if self._folder is not None:
             self.save(run)
         if self._books is not None:
-            done = self._plan.event(run.steps_taken) if run.steps_taken else None
-            self._books.entry.settle(steps=run.steps_taken, event=done)
+            done = self._plan.event(run.steps_drawn) if run.steps_drawn else None
+            self._books.entry.settle(steps=run.steps_drawn, event=done)
         if self._folder is not None:
             with sentences(self._folder / KEY):
                 destroy(self._folder / KEY)

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hushgrad.admission import (
+    loader_of,
+    needs_rng,
+    require_first_order,
+    require_folder_allowed,
+    require_kind,
+)
 from hushgrad.algorithms.algorithm import Scheduled
+from hushgrad.drawn import Drawn
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, packed, smoothed, unpacked
+from hushgrad.penalties import Constants
 from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
-from hushgrad.persample.records import count
 from hushgrad.pieces import pieces_for
 from hushgrad.plan import Plan
 from hushgrad.points import move
+from hushgrad.randomness import own_randomness
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
 from hushgrad.sampling import Draws, Loader, Stated
+from hushgrad.snapshot import Snapshot
 from hushgrad.step import Pass, Round, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
-_REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
 _PLAIN = Execution()
 _NOTHING: Mapping[str, Any] = {}
 
@@ -38,7 +46,9 @@ class Run:
 
     Guarantees: what is drawn is what the plan accounts for; noise is added once to each step, also
     to an empty batch; the gradient is divided by a public number; only released values reach the
-    optimizer. The run ends with its plan.
+    optimizer. Nothing but the run's steps moves the model from the first batch until the run is
+    finished: this is checked by the bits of its parameters, its buffers and the optimizer's state.
+    The run ends with its plan.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class Run:
         plan: Plan,
         memory: Memory,
         execution: Execution,
+        keep: Keep = _NOTHING,
     ) -> None:
         self.plan = plan
         self.readings: list[Reading] = []
@@ -60,8 +71,12 @@ class Run:
         self._remembered: dict[str, Any] = {}
         self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
         self._position = self.steps_taken = 0
-        self._drawn: int | None = None
+        self._drawn: Drawn | None = None
+        self._unused = 0
         self._finished = False
+        self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
+        followers = [thing for thing in keep.values() if isinstance(thing, nn.Module)]
+        self._constants = Constants((model, *followers))
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
@@ -70,11 +85,14 @@ class Run:
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left; each is good for one step.
 
-        A loop that others have overtaken ends at the plan's end, and is refused before it.
+        A batch that was drawn counts as a step, whether it is used or not; raises `Refused` at the
+        second in a row that no step has used, and where the model was moved by anything but the
+        run's steps. A loop that others have overtaken ends at the plan's end, and is refused before
+        it.
         """
         steps = range(self._position, len(self))
         for step, batch in enumerate(self._batches(steps), steps.start):
-            if self._position == len(self):
+            if self._finished or self._position == len(self):
                 return
             if self._remembered.get("over"):
                 break
@@ -83,12 +101,25 @@ class Run:
                     "expected one loop over the run at a time, got another that went on meanwhile; "
                     "draw the batches in one loop: a batch that comes twice is not accounted for"
                 )
-            self._position += 1
-            self._drawn = count(batch)
+            self._draw(batch)
             yield batch
-        self._drawn = None
         if not self._finished:
             self.finish()
+
+    def _draw(self, batch: Batch) -> None:
+        self._require_own_model()
+        if self._left is None:  # what moved the model before its first batch was no step
+            self._left = Snapshot.of(self._model, self._optimizer)
+        self._unused = 0 if self._drawn is None else self._unused + 1
+        if self._unused > _MOST_UNUSED:
+            raise Refused(
+                "expected run.step for each batch that is drawn, got two in a row without it; call "
+                "run.step(loss, batch) in the place of loss.backward() and optimizer.step(), also "
+                "for an empty batch, whose step is noise alone"
+            )
+        self._memory.drawn(self._position)
+        self._position += 1
+        self._drawn = Drawn(batch)
 
     def step(
         self,
@@ -105,16 +136,23 @@ class Run:
         record (a weight decay, say), and its gradient is added after the noise. `watch` has a
         function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
         each record.
+
+        The step moves the parameters by the optimizer: do not call `optimizer.step()` yourself.
+        `p.grad` then holds the released gradient, and what is done to it comes too late. `batch`
+        is the one that was drawn; its tensors may be on another device or of another dtype.
         """
-        self._require_drawn(batch)
+        drawn = self._require_drawn(batch)
         self._require_same_parameters()
+        self._require_own_model()
         self._require_watched(watch)
+        if penalty is not None:
+            self._constants.require(penalty, self._params, drawn.batch, batch)
         self._drawn = None
         for p in self._params.values():
             p.grad = None  # the last step's, which would only take memory
         plan, step = self.plan, self._position - 1
         round = self._round(loss, batch, watch, step, penalty)
-        with _own_randomness(self._memory.rng.derive("model", step)):
+        with own_randomness(self._memory.rng.derive("model", step)):
             estimate, remembered = plan.algorithm.step(round, self._remembered)
         self._memory.released(step, round.digest)
         self._remembered = remembered
@@ -129,6 +167,7 @@ class Run:
         plan.algorithm.update(self._params, self._optimizer)
         self.steps_taken += 1
         self._output = output.after(self._output, self._params, self.steps_taken)
+        self._left = Snapshot.of(self._model, self._optimizer)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -137,10 +176,24 @@ class Run:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What the run guarantees, whenever it ends."""
+        """What the run guarantees, whenever it ends.
+
+        Raises `Refused` where something else than the run's steps has moved the model.
+        """
+        if not self._finished:
+            self._require_own_model()
         return Guarantee(
-            self.plan, self.steps_taken, self._memory.rng.reproducible, self._memory.charges
+            self.plan,
+            self.steps_taken,
+            self._memory.rng.reproducible,
+            self._memory.charges,
+            steps_unused=self._position - self.steps_taken - (self._drawn is not None),
         )
+
+    @property
+    def steps_drawn(self) -> int:
+        """The number of steps whose batches were drawn, which is what the run is charged for."""
+        return self._position
 
     @property
     def entry(self) -> Entry | None:
@@ -149,10 +202,18 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint to the run's folder; it never holds the key."""
+        self._require_own_model()
         self._memory.save(self)
 
     def finish(self) -> None:
-        """End the run: settle its budget and destroy its key. The end of its batches does so."""
+        """End the run: settle its budget and destroy its key. The end of its batches does so.
+
+        From then on the model is yours: what is done to it is no matter of the run any more.
+        """
+        if self._finished:
+            return
+        self._require_own_model()
+        self._drawn = None
         found = self.plan.algorithm.output.result(self._output)
         if found is not None:
             move(self._params, found)
@@ -185,6 +246,7 @@ class Run:
         self._position, self.steps_taken = state["step"], state["taken"]
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = unpacked(state["readings"], names)
+        self._left = Snapshot.of(self._model, self._optimizer)
 
     def _observed(self, watch: Mapping[str, Values], part: Batch, step: int) -> dict[str, Tensor]:
         test = step & (step - 1) == 0  # as the model's independence is
@@ -234,17 +296,18 @@ class Run:
             self.readings.append(Reading(round.step, values))
             self._clip = self.plan.clip.moved(self._clip, values["clipped"])
 
-    def _require_drawn(self, batch: Batch) -> None:
+    def _require_drawn(self, batch: Batch) -> Drawn:
         if self._drawn is None:
             raise Refused(
                 "expected a batch that the run has drawn and that no step has used, got another; "
                 "call run.step once for each batch of `for batch in run`"
             )
-        if count(batch) != self._drawn:
-            raise Refused(
-                "expected all the records of the batch that was drawn, got another number of them; "
-                "pass the batch as it came, or each of its records transformed by itself"
-            )
+        self._drawn.require(batch)
+        return self._drawn
+
+    def _require_own_model(self) -> None:
+        if self._left is not None:
+            self._left.require_same(self._model, self._optimizer)
 
     def _require_same_parameters(self) -> None:
         now = _trainable(self._model)
@@ -255,6 +318,7 @@ class Run:
                 f"{', '.join(changed) or 'their tensors'}; start another run after freezing or "
                 "unfreezing"
             )
+        check_optimizer(self._optimizer, self._params)
 
     def _require_watched(self, watch: Mapping[str, Values]) -> None:
         expected = self.plan.metrics.watched if self.plan.metrics else ()
@@ -270,6 +334,7 @@ class Run:
             )
 
 
+@needs_rng
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -291,22 +356,14 @@ def train(
     The run is charged to `budget`. In `folder` it keeps checkpoints and its key; with `resume` it
     goes on from there. What `keep` names (a schedule, an average) is saved along.
     """
-    _require_kind("rng", rng, Rng, "Rng.from_os()")
-    _require_kind("plan", plan, Plan, "hg.plan(…)")
+    require_kind("rng", rng, Rng, "Rng.from_os()")
+    require_kind("plan", plan, Plan, "hg.plan(…)")
     if budget is not None:
-        _require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
-    if isinstance(optimizer, _REFUSED_OPTIMIZERS):
-        raise Refused(
-            f"expected an optimizer that takes one dense gradient for each step, got "
-            f"{type(optimizer).__name__}; use SGD or Adam"
-        )
+        require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
+    require_first_order(optimizer)
     check_optimizer(optimizer, _trainable(model))
-    if plan.algorithm.output.silent and folder is not None:
-        raise Refused(
-            f"expected no folder with the output {plan.algorithm.output}, which allows nothing "
-            "else to leave, got one; leave it out, or choose another output, such as uniform()"
-        )
-    loader = _loader(data, plan)
+    require_folder_allowed(plan, folder)
+    loader = loader_of(data, plan)
     memory = remembered(
         plan=plan,
         rng=rng,
@@ -323,25 +380,8 @@ def train(
         plan=plan,
         memory=memory,
         execution=execution,
+        keep=keep,
     )
-
-
-def _require_kind(name: str, value: object, kind: type, example: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(
-            f"expected {name} to be a {kind.__name__}, got a {type(value).__name__}; pass {example}"
-        )
-
-
-def _loader(data: Any, plan: Plan) -> Loader | None:
-    if isinstance(plan.sampling, Stated):
-        if data is not None:
-            raise ValueError(
-                "expected data=None with a Stated sampling, whose loader has the data, got "
-                f"a {type(data).__name__}; pass None"
-            )
-        return None
-    return data if isinstance(data, Loader) else Loader(data)
 
 
 def _batches(
@@ -356,23 +396,6 @@ def _batches(
     return lambda steps: loader.batches(
         scheme, num_records=plan.records, steps=steps, rng=memory.sampling
     )
-
-
-@contextmanager
-def _own_randomness(rng: Rng) -> Iterator[None]:
-    """Draw dropout and augmentation from this key, and leave torch's own generator alone.
-
-    How far that one had moved would tell the sizes of batches, to whoever sees its state.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
-        # Of a seed torch's Mersenne Twister on the CPU takes 32 bits, which can be tried out. Its
-        # state is 624 words of 32 bits, each in 64, after three of bookkeeping.
-        state = torch.get_rng_state()
-        drawn = rng.words(624, start=1) >> np.uint64(32)
-        state.view(torch.int64)[3:627] = torch.from_numpy(drawn.astype(np.int64))
-        torch.set_rng_state(state)
-        yield
 
 
 def _trainable(model: nn.Module) -> Params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from importlib.metadata import version
 
 from hushgrad.guarantee import Guarantee, up
 from hushgrad.ledger.records import figure
@@ -28,14 +28,13 @@ NOT_COVERED = (
 """What the guarantee does not say."""
 
 
-def if_secret(guarantee: Guarantee) -> float:
-    """ε of a run, had nobody known its seed; the plan's and what was charged beyond it."""
-    return replace(guarantee, reproducible=False).epsilon
-
-
 def in_words(guarantee: Guarantee) -> str:
     """What the two numbers mean, in a few sentences; or why there is no guarantee."""
-    epsilon, delta = if_secret(guarantee), guarantee.delta
+    if not guarantee.steps_taken:
+        return (
+            "There is no guarantee: the run has taken no private step, so the model is not its own."
+        )
+    epsilon, delta = guarantee.epsilon_if_secret, guarantee.delta
     if epsilon == math.inf:
         return (
             "This model is not private: no noise was added, and it may give away any record of the "
@@ -84,3 +83,30 @@ def _factor(epsilon: float) -> str:
         return "over 1e+304"
     factor = math.exp(epsilon)
     return figure(factor, up=True, digits=3 if factor < 1000 else 2)
+
+
+def model_card(guarantee: Guarantee) -> str:
+    """The section on privacy for a model card, in Markdown: what is claimed, and on what it rests.
+
+    Every number is from `guarantee.to_dict()`. A model that is not private is called so.
+    """
+    facts = guarantee.to_dict()
+    plan, trained = facts["plan"], f"{facts['steps_taken']} of {facts['steps_planned']}"
+    rows = {
+        "Guarantee": guarantee.headline,
+        "Protected": f"one record of the training data ({facts['relation']})",
+        "Records": f"{plan['records']}, a public number",
+        "Sampling": plan["sampling"],
+        "Noise multiplier": f"{plan['noise_multiplier']:.6g}",
+        "Clipping": plan["clip"],
+        "Steps": f"{trained} planned ones",
+        "Accountant": str(facts["accountant"]).upper(),
+        "Algorithm": f"{plan['algorithm']}, which returns {facts['returns']}",
+        "Made with": f"hushgrad {version('hushgrad')}",
+    }
+    table = [f"| {name} | {value} |" for name, value in rows.items()]
+    said = (*facts["assumptions"], *(f"not counted: {what}" for what in facts["not_counted"]))
+    lines = [f"- {line}" for line in (*said, *facts["warnings"])]
+    return "\n".join(
+        ["## Privacy", "", in_words(guarantee), "", "| | |", "| --- | --- |", *table, "", *lines]
+    )

@@ -325,17 +325,18 @@ def test_the_tight_accountant_needs_less_noise_than_theorem_5_1() -> None:
     paper = recursive_momentum_noise_multiplier(
         epsilon, delta=1e-5, steps=steps, records=records, batch=batch
     )
-    tight = hg.plan(
-        records=records,
-        batch=batch,
-        epochs=steps * batch / records,
-        delta=1e-5,
-        epsilon=epsilon,
-        sampling=WithoutReplacement(batch),
-        relation=Relation.REPLACE_ONE,
-        accountant=RDP,
-        algorithm=Srm(0.01, abadi(0.01)),
-    )
+    with pytest.warns(UserWarning, match="delta below 1 / records"):
+        tight = hg.plan(
+            records=records,
+            batch=batch,
+            epochs=steps * batch / records,
+            delta=1e-5,
+            epsilon=epsilon,
+            sampling=WithoutReplacement(batch),
+            relation=Relation.REPLACE_ONE,
+            accountant=RDP,
+            algorithm=Srm(0.01, abadi(0.01)),
+        )
     assert tight.steps == steps
     assert 0.3 * paper < tight.noise_multiplier < paper
 

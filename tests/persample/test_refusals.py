@@ -134,7 +134,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_mixed_samples(name: str, size: int) -> None:
     layer = nn.Linear(3, 5)
-    with pytest.raises(Refused, match=r"depends on its mates: in a batch of \d+ it is not what"):
+    with pytest.raises(Refused, match=r"depends on its mates: in a batch it is not what"):
         per_sample(lambda x: MIXING[name](layer(x)), private(layer), torch.randn(size, 3))
     assert untouched(layer)
 
@@ -208,7 +208,7 @@ def test_a_capacity_shows_at_the_largest_batch_only(form: Any) -> None:
     loss, params = squared(model), private(model)
     per_sample(loss, params, torch.randn(8, 3), form=form, modules=(model,))
     per_sample(loss, params, torch.randn(24, 3), form=form, modules=(model,))
-    with pytest.raises(Refused, match=r"depends on its mates.*in a batch of 40 .*a limit over"):
+    with pytest.raises(Refused, match=r"depends on its mates.*in a batch it .*a limit over"):
         per_sample(loss, params, torch.randn(40, 3), form=form, modules=(model,))
 
 
@@ -260,13 +260,16 @@ def test_a_nan_record_neither_stops_a_test_nor_counts() -> None:
 # --- the loss -----------------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "scalar": (lambda h: h.sum(), r"float32 tensor of shape \(\)"),
-    "mean": (lambda h: h.mean(), r"float32 tensor of shape \(\)"),
-    "too short": (lambda h: h.sum(1)[1:], r"tensor of shape \(7,\)"),
-    "too long": (lambda h: h.flatten(), r"tensor of shape \(40,\)"),
-    "two dimensions": (lambda h: h, r"tensor of shape \(8, 5\)"),
-    "a column": (lambda h: h.sum(1, keepdim=True), r"tensor of shape \(8, 1\)"),
-    "whole numbers": (lambda h: h.sum(1).long(), r"int64 tensor of shape \(8,\)"),
+    "scalar": (lambda h: h.sum(), r"float32 tensor of 0 dimensions, as after a mean"),
+    "mean": (lambda h: h.mean(), r"float32 tensor of 0 dimensions, as after a mean"),
+    "too short": (lambda h: h.sum(1)[1:], r"tensor of 1 dimension, not as long as the batch"),
+    "too long": (lambda h: h.flatten(), r"tensor of 1 dimension, not as long as the batch"),
+    "two dimensions": (lambda h: h, r"tensor of 2 dimensions, as long as the batch"),
+    "a column": (lambda h: h.sum(1, keepdim=True), r"tensor of 2 dimensions, as long as the batch"),
+    "whole numbers": (
+        lambda h: h.sum(1).long(),
+        r"int64 tensor of 1 dimension, as long as the batch",
+    ),
     "a list": (lambda h: list(h.sum(1)), "got a list"),
     "a number": (lambda h: float(h.detach().sum()), "got a float"),
     "nothing": (lambda h: None, "got a NoneType"),
@@ -279,7 +282,7 @@ def test_a_loss_that_is_not_one_value_for_each_record(
     reduce: Callable[[Tensor], Any], came: str, form: Any
 ) -> None:
     layer = nn.Linear(3, 5)
-    message = rf"one loss for each of the \d+ records.*{came}.*; use reduction='none'"
+    message = rf"one loss for each record.*{came}.*; use reduction='none'"
     with pytest.raises(Refused, match=message):
         per_sample(lambda x: reduce(layer(x)), private(layer), torch.randn(8, 3), form=form)
 
@@ -724,9 +727,9 @@ def test_a_custom_function_is_never_silently_wrong(use: Callable[..., Tensor]) -
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((torch.zeros(8, 3), torch.zeros(7)), r"shapes \[\(8, 3\), \(7,\)\]"),
-        ({"x": torch.zeros(8, 3), "t": torch.zeros(())}, r"shapes \[\(8, 3\), \(\)\]"),
-        (torch.zeros(()), r"shapes \[\(\)\]"),
+        ((torch.zeros(8, 3), torch.zeros(7)), "tensors of different lengths"),
+        ({"x": torch.zeros(8, 3), "t": torch.zeros(())}, "a tensor without dimensions"),
+        (torch.zeros(()), "a tensor without dimensions"),
         ([1, 2, 3], "no tensor in a list"),
         ({}, "no tensor in a dict"),
         (None, "no tensor in a NoneType"),

@@ -19,7 +19,7 @@ from rich.table import Table
 from hushgrad.cli.errors import sentences
 from hushgrad.demo import EPSILONS, NAMES, TUNED, Trained, train_all
 from hushgrad.guarantee import up
-from hushgrad.words import examples, if_secret, in_words
+from hushgrad.words import examples, in_words
 
 _COLUMNS = ("not private", *(f"ε = {epsilon:g}" for epsilon in EPSILONS))
 _PREPARED = (
@@ -91,11 +91,11 @@ def _table(found: list[Trained]) -> Table:
 def _explained(found: list[Trained]) -> list[str]:
     guarantees = [t.guarantee for t in found if t.guarantee is not None]
     loose, tight = guarantees[0], guarantees[1]
-    total = math.fsum(if_secret(g) for g in guarantees)
+    total = math.fsum(g.epsilon_if_secret for g in guarantees)
     delta = math.fsum(g.delta for g in guarantees)
     return [
         in_words(loose),
-        f"At ε = {EPSILONS[1]:g}: {examples(if_secret(tight), tight.delta)}",
+        f"At ε = {EPSILONS[1]:g}: {examples(tight.epsilon_if_secret, tight.delta)}",
         f"These hold for each model alone. All {len(guarantees)} were trained on the same records, "
         f"and whoever sees them all has ε = {up(total)} and δ = {delta:g}.",
         f"{_PREPARED} {TUNED}",
@@ -108,7 +108,7 @@ def _facts(found: list[Trained], output: Path) -> dict[str, object]:
         {
             "model": t.model,
             "accuracy": t.accuracy,
-            "epsilon": None if t.guarantee is None else if_secret(t.guarantee),
+            "epsilon": None if t.guarantee is None else t.guarantee.epsilon_if_secret,
             "delta": None if t.guarantee is None else t.guarantee.delta,
             "private": t.guarantee is not None and math.isfinite(t.guarantee.epsilon),
         }

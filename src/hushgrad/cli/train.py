@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
+from warnings import catch_warnings, filterwarnings
 
 import typer
 
@@ -94,7 +95,10 @@ def train(
             request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
             if resume:
                 request = resumed(request, folder)
-            recipe = asked.recipe(data=data, seed=request.weights_seed)
+            with catch_warnings():
+                # `check` refuses what this warns of.
+                filterwarnings("ignore", "expected delta below 1 / records", UserWarning)
+                recipe = asked.recipe(data=data, seed=request.weights_seed)
             check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())

@@ -56,6 +56,11 @@ class Descended:
     steps_taken: int
     charges: tuple[Spend, ...] = ()
 
+    @property
+    def steps_drawn(self) -> int:
+        """Every batch that was drawn was used."""
+        return self.steps_taken
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint would hold; there is none."""
         return {}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hushgrad.persample import records
 from hushgrad.persample.compiled import VECTOR
+from hushgrad.persample.errors import without_numbers
 from hushgrad.persample.forms import Form, Run, traced
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.independence import (
@@ -233,7 +234,7 @@ def _certify_sites(
             continue
         wrong = _replayed(subject, oracle, sites, largest, evidence)
         if wrong:
-            raise _refusal(wrong, f"in a batch of {largest} records ")
+            raise _refusal(wrong, "in a larger batch ")
         return sites
     raise NotCovered(f"no dimension could be told to be the batch: {last}")
 
@@ -308,7 +309,7 @@ def _attempt(
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, Refused) else without_numbers(error)
 
 
 def _is_flattened(site: Site) -> bool:
@@ -386,4 +387,4 @@ def _retest_at(
         if certificate.form.replays:
             wrong = _replayed(subject, oracle, certificate.sites, padded, certificate.evidence)
             if wrong:
-                raise _refusal(wrong, f"in a batch of {padded} records ")
+                raise _refusal(wrong, "in a larger batch ")

@@ -24,6 +24,7 @@ from torch import Tensor, fx, library
 
 from hushgrad.numerics import exact_products
 from hushgrad.persample import records
+from hushgrad.persample.errors import without_numbers
 from hushgrad.persample.factors import Use
 from hushgrad.persample.gradients import Gradients, Key
 from hushgrad.persample.gram import Rough, sharing_rows
@@ -93,7 +94,7 @@ class Compiled:
         except (Refused, Unforeseen):
             raise
         except Exception as error:
-            reason = f"torch.compile does not take it in one piece, {first_line(error)}"
+            reason = f"torch.compile does not take it in one piece, {without_numbers(error)}"
             raise NotCovered(reason) from error
         finally:
             self._current = None
@@ -338,7 +339,9 @@ def _machine_code(recorded: fx.GraphModule, inputs: tuple[Any, ...]) -> Callable
             warnings.simplefilter("ignore")  # torch's own, about parts of it that are to go
             code: Any = compile_fx(recorded, list(inputs))
     except Exception as error:
-        _log.warning("operations are replayed one by one: no machine code, %s", first_line(error))
+        _log.warning(
+            "operations are replayed one by one: no machine code, %s", without_numbers(error)
+        )
         code = recorded
     compiled: Callable[..., Any] = code
     return compiled
@@ -360,8 +363,3 @@ def _by_onednn() -> Any:
         return x.new_empty(*x.shape[:-1], w.shape[0])
 
     return torch.ops.hushgrad.linear.default
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -250,8 +250,8 @@ def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradient
     other.require_unwritten()
     if one.batch != other.batch or one._params.keys() != other._params.keys():
         raise ValueError(
-            f"expected gradients of the same records and parameters, got {one.batch} and "
-            f"{other.batch} records; take both from one batch and the same parameters"
+            "expected gradients of the same records and parameters, got others; take both from one "
+            "batch and the same parameters"
         )
     if one._padded == other._padded:
         return one, other

@@ -84,7 +84,7 @@ def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
     worst = int(error.nan_to_num(nan=torch.inf).argmax())
     evidence.merge(Evidence(oracle.precision, sizes=[size], loss=float(error[worst])))
     if not bool(error[worst] <= oracle.precision.loss):
-        raise _mixed("alone", size)
+        raise _mixed("alone")
 
 
 def _moved(passes: Passes, size: int) -> str | None:
@@ -99,7 +99,7 @@ def _moved(passes: Passes, size: int) -> str | None:
     for losses, ran in _beside(passes, size):
         own, before = losses[::2], reference[::2]
         if not _near(own, before, tolerance):
-            raise _mixed("beside others", size)
+            raise _mixed("beside others")
         if not _same(own, before):
             moved = OTHER_BITS if ran == program else OTHER_PROGRAM
     return moved
@@ -182,10 +182,10 @@ def _accepted(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
         return passes.oracle.probe(count), passes.probe(count)[0]
 
 
-def _mixed(otherwise: str, size: int) -> Refused:
-    # Without the losses themselves: they are private, and a message may end up anywhere.
+def _mixed(otherwise: str) -> Refused:
+    # Without the losses and the batch's size: they are private, and a message may end up anywhere.
     return Refused(
-        f"the loss of a record depends on its mates: in a batch of {size} it is not what it is "
+        f"the loss of a record depends on its mates: in a batch it is not what it is "
         f"{otherwise}, so samples are mixed (a mean or a limit over the batch, BatchNorm, a loss "
         "normalised by the batch?); compute each record's loss from that record alone"
     )

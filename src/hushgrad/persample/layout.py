@@ -61,7 +61,7 @@ def infer(shape: Shape, batch: int, records_first: bool = True) -> Layout | None
     """
     found = [dim for dim, size in enumerate(shape) if size and size % batch == 0]
     if len(found) > 1:
-        raise Ambiguous(f"dimensions {found} of a tensor of shape {shape} follow the batch")
+        raise Ambiguous(f"dimensions {found} of a tensor follow the batch")
     if not found:
         return None
     return Layout(found[0], shape[found[0]] // batch, records_first)

@@ -63,7 +63,8 @@ def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Modul
 def _called(values: Values, batch: Batch, size: int) -> Tensor:
     found = values(batch)
     if not isinstance(found, Tensor) or found.shape != (size,):
-        came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        # Not by its shape, which would tell the size of the batch.
+        came = "a tensor of another shape" if isinstance(found, Tensor) else type(found).__name__
         raise Refused(
             f"expected one value for each record of the batch, got {came}; return a tensor like "
             "model(x).argmax(1) == y"

@@ -46,13 +46,19 @@ def count(batch: Batch) -> int:
     found = tensors(batch)
     sizes = {x.shape[0] if x.dim() else None for x in found}
     if len(sizes) != 1 or None in sizes:
-        shapes = [tuple(x.shape) for x in found]
         raise Refused(
             "expected a batch of tensors that all have the records in their first dimension, got "
-            f"{'shapes ' + str(shapes) if shapes else f'no tensor in a {type(batch).__name__}'}; "
+            f"{_described(batch, sizes)}; "
             "move the records to the front and let the loss close over what they share"
         )
     return int(sizes.pop() or 0)
+
+
+def _described(batch: Batch, sizes: set[int | None]) -> str:
+    """What is wrong with a batch, without the number of its records, which is private."""
+    if not sizes:
+        return f"no tensor in a {type(batch).__name__}"
+    return "a tensor without dimensions" if None in sizes else "tensors of different lengths"
 
 
 def take(batch: Batch, index: Sequence[int] | ndarray) -> Batch:

@@ -88,7 +88,7 @@ class Replaying:
         if len(places) != len(shapes) or not all(
             place.fits(shape, self.batch) for place, shape in zip(places, shapes, strict=True)
         ):
-            raise Unforeseen(f"{operation} with tensors of shape {shapes}")
+            raise Unforeseen(f"{operation} with tensors of other shapes")
 
     def inputs(
         self, operation: str, parameters: tuple[str, ...], shapes: list[Shape]

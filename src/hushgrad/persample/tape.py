@@ -141,8 +141,8 @@ class Tape:
             return y
         if call.output.layout is None:
             raise NotCovered(
-                f"{name} on {', '.join(names)} turns records into a tensor of shape "
-                f"{tuple(y.shape)} without records, so samples are mixed; {_MIXING}"
+                f"{name} on {', '.join(names)} turns records into a tensor without "
+                f"records, so samples are mixed; {_MIXING}"
             )
         if call.runs_again:  # it may keep its result, or return a view of an argument
             y = y.clone()

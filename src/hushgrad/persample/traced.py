@@ -36,12 +36,18 @@ def checked_losses(losses: object, batch: int) -> Tensor:
     """Require one loss for each record."""
     if isinstance(losses, Tensor) and losses.shape == (batch,) and losses.is_floating_point():
         return losses
-    came = (
-        f"a {losses.dtype} tensor of shape {tuple(losses.shape)}"
-        if isinstance(losses, Tensor)
-        else f"a {type(losses).__name__}"
-    )
     raise Refused(
-        f"expected one loss for each of the {batch} records, a tensor of shape ({batch},), got "
-        f"{came}; use reduction='none' and reduce each record's own dimensions only"
+        "expected one loss for each record, a tensor of one dimension as long as the batch, got "
+        f"{_described(losses, batch)}; use reduction='none' and reduce each record's own "
+        "dimensions only"
     )
+
+
+def _described(losses: object, batch: int) -> str:
+    """In words without a number of records, which is private."""
+    if not isinstance(losses, Tensor):
+        return f"a {type(losses).__name__}"
+    kind = f"a {losses.dtype} tensor of {losses.dim()} dimension{'s' * (losses.dim() != 1)}"
+    if losses.dim() == 0:
+        return f"{kind}, as after a mean or a sum"
+    return f"{kind}, {'as' if len(losses) == batch else 'not as'} long as the batch"

@@ -93,7 +93,7 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
             if id(leaf) in names or made_from:
                 raise _consumed(names.get(id(leaf), ", ".join(made_from)), _spelt(consumer))
             if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
-                raise _stranger(f"of shape {tuple(leaf.shape)}")
+                raise _stranger(_unnamed(leaf))
             others.append(weakref.ref(leaf))
     return others
 
@@ -106,7 +106,7 @@ def refuse_kept(leaves: Iterable[Reference]) -> None:
         kept = leaf()
         if kept is not None:
             kept.grad = None
-            raise _stranger(f"of shape {tuple(kept.shape)}")
+            raise _stranger(_unnamed(kept))
 
 
 def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -133,6 +133,13 @@ def _consumed(name: str, consumer: str = "an operation") -> Refused:
         f"{consumer} consumed the parameter {name} out of sight (a custom autograd.Function or "
         "kernel?); write it with torch operations, or use form=loop"
     )
+
+
+def _unnamed(leaf: Tensor) -> str:
+    """A parameter by its shape; of another tensor that would tell the size of the batch."""
+    if isinstance(leaf, nn.Parameter):
+        return f"of shape {tuple(leaf.shape)}"
+    return f"(a tensor of {leaf.dim()} dimensions that requires a gradient)"
 
 
 def _stranger(name: str) -> Refused:
@@ -259,9 +266,10 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
-    """Refuse an optimizer that holds a tensor which is neither private nor frozen.
+    """Refuse an optimizer that holds a tensor which is neither private nor frozen, or misses one.
 
-    Such a tensor would be trained on gradients without noise.
+    The former would be trained on gradients without noise; the latter would get noise, and a share
+    of each record's bound, and would not be trained.
     """
     private = {id(p) for p in params.values()}
     for number, group in enumerate(optimizer.param_groups):
@@ -272,3 +280,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
                     f"{tuple(p.shape)}, is neither private nor frozen; add it to the private "
                     "parameters, or freeze it with requires_grad_(False)"
                 )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missed = [name for name, p in params.items() if id(p) not in held]
+    if missed:
+        more = f" and {len(missed) - 3} more" * (len(missed) > 3)
+        raise Refused(
+            "expected the optimizer to hold every trainable parameter, got none of its groups "
+            f"with {', '.join(missed[:3])}{more}; freeze what is not to be trained with "
+            "requires_grad_(False), or pass it to the optimizer"
+        )

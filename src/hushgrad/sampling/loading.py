@@ -43,6 +43,10 @@ class Loader:
         self._workers = 0 if isinstance(source, Columns) and collate is None else workers
         self._empty = _empty_like_first(self._fetch)
 
+    def __len__(self) -> int:
+        """The number of records. Private: it must not be shown."""
+        return self._length
+
     def fingerprint(self, key: bytes) -> str:
         """A keyed digest of all the data; "" where records are read one by one when needed."""
         source = self._fetch.source

@@ -17,6 +17,7 @@ GROUND = {
     "types": frozenset({"numerics", "rng"}),
     "points": frozenset({"types"}),
     "events": frozenset({"types"}),
+    "processes": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}

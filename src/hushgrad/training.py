@@ -21,6 +21,7 @@ from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
 from hushgrad.plan import Plan
 from hushgrad.points import move
+from hushgrad.processes import refuse_wrapped, require_one_process
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
 from hushgrad.sampling import Draws, Loader, Stated
@@ -105,6 +106,7 @@ class Run:
         function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
         each record.
         """
+        require_one_process()
         self._require_drawn(batch)
         self._require_same_parameters()
         self._require_watched(watch)
@@ -295,6 +297,8 @@ def train(
     _require_kind("plan", plan, Plan, "hg.plan(…)")
     if budget is not None:
         _require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
+    require_one_process()
+    refuse_wrapped((model,))
     if isinstance(optimizer, _REFUSED_OPTIMIZERS):
         raise Refused(
             f"expected an optimizer that takes one dense gradient for each step, got "

@@ -17,6 +17,7 @@ from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
+from hushgrad.processes import refuse_accumulator_hooks, refuse_wrapped, require_one_process
 from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
 
 __all__ = [
@@ -60,6 +61,7 @@ def per_sample(
     bounds. Raises `Refused` otherwise. The result's `form` says which of several was taken. An
     empty batch gives an empty result without calling `loss`.
     """
+    require_one_process()
     check_parameters(params)
     size = records.count(batch)
     if size == 0:
@@ -73,7 +75,7 @@ def per_sample(
         gradients = _step(certificate, subject, batch, size)
         if gradients is not None:
             return gradients
-    certificate = certify(subject, forms, batch, size)
+    certificate = _certified(subject, forms, batch, size)
     if certificate.lasting:
         _certificates.add(key, certificate, subject)
     _log.info("certified the form %s for %d parameters", certificate.form, len(params))
@@ -99,10 +101,22 @@ def certificate_for(
     idle: Collection[str] = (),
 ) -> Certificate:
     """Certify without using the result: what `per_sample` would do on the first such batch."""
+    require_one_process()
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
-    return certify(subject, forms, records.laid_out(batch), records.count(batch))
+    return _certified(subject, forms, records.laid_out(batch), records.count(batch))
+
+
+def _certified(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
+    """Certify, once it is clear that no other process has a part in the gradients."""
+    _refuse_other_processes(subject)
+    return certify(subject, forms, batch, size)
+
+
+def _refuse_other_processes(subject: Subject) -> None:
+    refuse_wrapped(subject.modules)
+    refuse_accumulator_hooks(subject.params)
 
 
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
@@ -113,6 +127,7 @@ def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -
         if certificate.padded(size) > certificate.largest:
             extend(certificate, subject, batch, size)
         elif step & (step - 1) == 0:
+            _refuse_other_processes(subject)
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None

@@ -15,6 +15,7 @@ from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import guarded, restored
+from hushgrad.processes import no_wrapper_called
 from hushgrad.types import Batch, Refused
 
 
@@ -133,7 +134,7 @@ def _each_alone(subject: Subject, few: Batch, backward: bool) -> tuple[Alone, bo
     alone, wrote = [], False
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
-        with restored(subject.params, subject.modules) as changed:
+        with restored(subject.params, subject.modules) as changed, no_wrapper_called():
             run = one_record(subject.loss, subject.params, record, copies, backward=backward)
             alone.append(run)
         wrote |= bool(changed)

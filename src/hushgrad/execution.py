@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,21 @@ class Execution:
     power of two, multiplies the losses on their way back and is divided out before norms are taken,
     for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
     a GradScaler's does, would tell of records.
+
+    `idle` are patterns, such as "experts.*", of the names of parameters that only some records
+    reach. What no record of a batch reaches gets zero plus noise. Without them a parameter that
+    certification finds on no path to the loss is refused, since it may have been forgotten.
     """
 
     form: Form | Sequence[Form] = auto
     micro_batch: int | None = None
     compile: bool = False
     loss_scale: float = 1.0
+    idle: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.idle, str):
+            raise ValueError(f"expected idle to be a tuple of patterns, got {self.idle!r} alone")
         if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
             raise ValueError(
                 f"expected loss_scale to be a power of two, got {self.loss_scale}; pass 2.0**16"
@@ -85,15 +93,25 @@ class Execution:
         # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
             return loss.per_sample(params, batch)
+        idle = self._idle_of(params) if self.idle else ()
         if self.loss_scale == 1:
             return per_sample(
-                loss, params, batch, form=self.forms, modules=modules, foreseen=foreseen
+                loss, params, batch, form=self.forms, modules=modules, idle=idle, foreseen=foreseen
             )
-        scale = self.loss_scale
+        scale, forms = self.loss_scale, self.forms
         scaled = per_sample(
-            lambda part: scale * loss(part), params, batch, form=self.forms, modules=modules
+            lambda part: scale * loss(part), params, batch, form=forms, modules=modules, idle=idle
         )
         return (1 / scale) * scaled
+
+    def _idle_of(self, params: Params) -> list[str]:
+        for pattern in self.idle:
+            if not fnmatch.filter(params, pattern):
+                raise ValueError(
+                    f"expected a parameter for every pattern of idle, got none for {pattern!r}; "
+                    "see dict(model.named_parameters()) for the names"
+                )
+        return [n for n in params if any(fnmatch.fnmatchcase(n, x) for x in self.idle)]
 
     def parts(
         self, batch: Batch, modules: Sequence[nn.Module] = (), *, rows: int = 1

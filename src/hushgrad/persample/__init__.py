@@ -71,23 +71,14 @@ def per_sample(
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
-    for certificate in _certificates.get(key):
+    known = _certificates.get(key)
+    for certificate in reversed(known):  # the last: it may be of a form that takes every batch
         gradients = _step(certificate, subject, batch, size)
         if gradients is not None:
             return gradients
-    certificate = _certified(subject, forms, batch, size)
+    certificate, gradients = _begun(subject, forms, batch, size, changing=bool(known))
     if certificate.lasting:
         _certificates.add(key, certificate, subject)
-    _log.info("certified the form %s for %d parameters", certificate.form, len(params))
-    for name, reason in certificate.why_not.items():
-        noticed = name == compiled.name or certificate.form.alone  # it was asked for, or it is slow
-        _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
-    gradients = _run(certificate, subject, batch)
-    if gradients is None:
-        raise Refused(
-            "the sequence of operations on private parameters changes from batch to batch in a way "
-            "that probes made from the batch do not show; use form=loop"
-        )
     return gradients
 
 
@@ -106,6 +97,44 @@ def certificate_for(
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
     return _certified(subject, forms, records.laid_out(batch), records.count(batch))
+
+
+def _begun(
+    subject: Subject, forms: tuple[Form, ...], batch: Batch, size: int, *, changing: bool
+) -> tuple[Certificate, Gradients]:
+    """Certify, and use the certificate for the first time.
+
+    Where the calls change from batch to batch (a recurrence up to the longest sequence, an expert
+    without records), only forms that follow no calls are left: certified anew for every sequence
+    of calls, one record would move all others from one program to another.
+    """
+    following = {form.name: _CHANGING for form in forms if form.replays}
+    others = tuple(form for form in forms if not form.replays)
+    for left in (others or forms,) if changing else (forms, others):
+        if not left:
+            break
+        certificate = _certified(subject, left, batch, size)
+        if left is others:
+            certificate.why_not = following | certificate.why_not
+        gradients = _run(certificate, subject, batch)
+        if gradients is not None:
+            _report(certificate, len(subject.params))
+            return certificate, gradients
+    raise Refused(f"{_CHANGING}; use form=loop")
+
+
+_CHANGING = (
+    "the sequence of operations on private parameters changes from batch to batch in a way that "
+    "probes made from one batch do not show (a recurrence up to the longest sequence of the batch, "
+    "an expert that is skipped without records?)"
+)
+
+
+def _report(certificate: Certificate, parameters: int) -> None:
+    _log.info("certified the form %s for %d parameters", certificate.form, parameters)
+    for name, reason in certificate.why_not.items():
+        noticed = name == compiled.name or certificate.form.alone  # it was asked for, or it is slow
+        _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
 
 
 def _certified(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:

@@ -177,8 +177,8 @@ def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
         if name not in subject.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
                 f"the parameter {name} is trainable but on no path to the loss{_blocked(subject)}; "
-                "freeze it with requires_grad_(False), or name it in idle to give it zero plus "
-                "noise"
+                "freeze it with requires_grad_(False) or, if only some records reach it (an "
+                "expert), name it in idle, hg.Execution(idle=(…,)), to give it zero plus noise"
             )
 
 

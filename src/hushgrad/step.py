@@ -63,12 +63,13 @@ class Part:
     modules: Sequence[nn.Module]
     execution: Execution
     foreseen: Foreseen | None = None
+    capacity: int = 0
 
     @cached_property
     def here(self) -> Gradients:
         """Gradients at the model's point."""
         return self.execution.gradients(
-            self.loss, self.params, self.batch, self.modules, self.foreseen
+            self.loss, self.params, self.batch, self.modules, self.foreseen, self.capacity
         )
 
     def at(self, point: Values) -> Gradients:
@@ -82,7 +83,9 @@ class Part:
             restored({}, self.modules),
             swapped(self.params, point),
         ):
-            return self.execution.gradients(self.loss, self.params, self.batch, self.modules)
+            return self.execution.gradients(
+                self.loss, self.params, self.batch, self.modules, capacity=self.capacity
+            )
 
 
 Ask = Callable[[Part], Sequence[Term]]
@@ -94,7 +97,8 @@ class Pass:
     """A pass over a batch: the loss, where gradients are taken, and how.
 
     `expected` is the rule that the query will clip by, as far as it is known: with it a form may
-    sum each group as soon as its norms are there.
+    sum each group as soon as its norms are there. `batch_size` is the public expected size of the
+    batches, for which the model is certified at once; without it each larger one is tested.
     """
 
     loss: Loss
@@ -106,6 +110,7 @@ class Pass:
     metrics: Metrics | None = None
     observed: Observed = lambda part: {}
     expected: Clip | None = None
+    batch_size: float = 0.0
 
     def sum(self, ask: Ask) -> Bounded:
         """Sum what is asked for over the records, with their metrics beside it.
@@ -140,9 +145,10 @@ class Pass:
     def parts(self) -> Iterator[Part]:
         """The micro-batches; an empty batch is one."""
         rows = rows_per_record(self.loss)
-        foreseen = self._foreseen()
-        for piece in self.execution.parts(self.batch, self.modules, rows=rows):
-            yield Part(self.loss, self.params, piece, self.modules, self.execution, foreseen)
+        foreseen, run = self._foreseen(), self.execution
+        capacity = run.capacity(self.batch_size, rows=rows)
+        for piece in run.parts(self.batch, self.modules, rows=rows):
+            yield Part(self.loss, self.params, piece, self.modules, run, foreseen, capacity)
 
     def _foreseen(self) -> Foreseen | None:
         """The weights of each group by itself, if there are several and the rule allows it."""

@@ -215,6 +215,7 @@ class Run:
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
             expected=self._clip,
+            batch_size=plan.largest_batch,
         )
         return Round(
             work,

@@ -49,12 +49,15 @@ def per_sample(
     modules: Sequence[nn.Module] = (),
     idle: Collection[str] = (),
     foreseen: Foreseen | None = None,
+    capacity: int = 0,
 ) -> Gradients:
     """Per-sample gradients of `loss` with respect to `params`, one for each record of `batch`.
 
     `loss(batch)` returns one value for each record; it may be called several times. `modules` are
     those whose buffers are watched. `idle` names parameters that may be on no path to the loss.
-    `foreseen` are weights by which the form `recomputed` may sum at once.
+    `foreseen` are weights by which the form `recomputed` may sum at once. `capacity` is a public
+    number of records that batches seldom pass: certified up to it, they need no further test at
+    each batch that is larger than those before it.
 
     Guarantees: the form was certified for this loss, these parameters and shapes; a record's
     gradient depends on no other record, to the extent that probes can tell; the norms are upper
@@ -73,10 +76,10 @@ def per_sample(
     key = fingerprint(subject, forms, batch)
     known = _certificates.get(key)
     for certificate in reversed(known):  # the last: it may be of a form that takes every batch
-        gradients = _step(certificate, subject, batch, size)
+        gradients = _step(certificate, subject, batch, capacity)
         if gradients is not None:
             return gradients
-    certificate, gradients = _begun(subject, forms, batch, size, changing=bool(known))
+    certificate, gradients = _begun(subject, forms, batch, capacity, changing=bool(known))
     if certificate.lasting:
         _certificates.add(key, certificate, subject)
     return gradients
@@ -96,11 +99,11 @@ def certificate_for(
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
-    return _certified(subject, forms, records.laid_out(batch), records.count(batch))
+    return _certified(subject, forms, records.laid_out(batch))
 
 
 def _begun(
-    subject: Subject, forms: tuple[Form, ...], batch: Batch, size: int, *, changing: bool
+    subject: Subject, forms: tuple[Form, ...], batch: Batch, capacity: int, *, changing: bool
 ) -> tuple[Certificate, Gradients]:
     """Certify, and use the certificate for the first time.
 
@@ -113,7 +116,7 @@ def _begun(
     for left in (others or forms,) if changing else (forms, others):
         if not left:
             break
-        certificate = _certified(subject, left, batch, size)
+        certificate = _certified(subject, left, batch, capacity)
         if left is others:
             certificate.why_not = following | certificate.why_not
         gradients = _run(certificate, subject, batch)
@@ -137,10 +140,15 @@ def _report(certificate: Certificate, parameters: int) -> None:
         _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
 
 
-def _certified(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
+def _certified(
+    subject: Subject, forms: Sequence[Form], batch: Batch, capacity: int = 0
+) -> Certificate:
     """Certify, once it is clear that no other process has a part in the gradients."""
     _refuse_other_processes(subject)
-    return certify(subject, forms, batch, size)
+    if any(form.compiles for form in forms):
+        capacity = 0  # a program is made for each size: only those that come are worth it
+    _log.info("certifying the model: its gradients are compared with those of single records")
+    return certify(subject, forms, batch, records.count(batch), capacity)
 
 
 def _refuse_other_processes(subject: Subject) -> None:
@@ -148,15 +156,18 @@ def _refuse_other_processes(subject: Subject) -> None:
     refuse_accumulator_hooks(subject.params)
 
 
-def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
+def _step(
+    certificate: Certificate, subject: Subject, batch: Batch, capacity: int
+) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
-    step = certificate.steps + 1
+    step, size = certificate.steps + 1, records.count(batch)
     subject = _as_certified(subject, certificate)
     try:
         if certificate.padded(size) > certificate.largest:
-            extend(certificate, subject, batch, size)
+            extend(certificate, subject, batch, size, capacity)
         elif step & (step - 1) == 0:
             _refuse_other_processes(subject)
+            _log.info("testing the certified model again, at use %d", step)
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None

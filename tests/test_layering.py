@@ -20,6 +20,7 @@ GROUND = {
     "events": frozenset({"types"}),
     "pieces": frozenset({"rng", "types"}),
     "files": frozenset({"types"}),
+    "processes": frozenset({"types"}),
 }
 STAGES = frozenset(
     {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}

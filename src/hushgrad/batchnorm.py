@@ -2,38 +2,149 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hushgrad.types import Refused
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_LEAST_GROUP = 8  # of n values a normalisation keeps n - 2: of one nothing, of two the signs
+_LEAST_ROW = 4  # channels, where no others than those of one position may be normalised together
 
-def replace_batchnorm(model: Model, *, max_groups: int = 32) -> Model | nn.GroupNorm:
+
+class GroupNormThen(nn.GroupNorm):
+    """A GroupNorm and the layers that follow it, under their own names beside its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise, then run the layers in order."""
+        return _through(self, super().forward(x))
+
+
+def replace_batchnorm(
+    model: Model, *, max_groups: int = 32, least_group: int = _LEAST_GROUP
+) -> Model | nn.GroupNorm:
     """Put a GroupNorm in the place of every BatchNorm of `model`, and return the model.
 
     Scale and shift are taken over; running statistics are dropped. The keys of weight and bias in
     the state dict stay as they are. A model that is itself a BatchNorm comes back as a GroupNorm.
+    What a subclass runs after normalising (an activation, a dropout) is kept.
+
+    Args:
+        model: any module; it is changed in place.
+        max_groups: the largest number of groups.
+        least_group: the fewest channels of a group, or all the channels if there are fewer. Where
+            inputs have no positions, `[B, C]`, only the group's own channels are normalised
+            together, and groups of one channel would return the same for every record.
+
+    Raises:
+        Refused: for a layer that no GroupNorm can replace, by its name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
+        >>> replace_batchnorm(model)[1].num_groups
+        8
+
+    Reference: Wu and He 2018, Group Normalization.
     """
-    if isinstance(model, nn.modules.batchnorm._BatchNorm):
-        return _group_norm(model, max_groups)
-    for name, child in model.named_children():
-        replaced = replace_batchnorm(child, max_groups=max_groups)
-        if replaced is not child:
-            setattr(model, name, replaced)
-    return model
+    if max_groups < 1 or least_group < 1:
+        raise ValueError(
+            f"expected max_groups and least_group >= 1, got {max_groups} and {least_group}"
+        )
+    replacements = {
+        id(norm): _group_norm(norm, path, max_groups, least_group)
+        for path, norm in model.named_modules()
+        if isinstance(norm, _BatchNorm)
+    }
+    for module in list(model.modules()):
+        for name, child in module._modules.items():  # one layer may have several names
+            if id(child) in replacements:
+                module._modules[name] = replacements[id(child)]
+    return replacements.get(id(model), model)
 
 
-def _group_norm(norm: nn.modules.batchnorm._BatchNorm, max_groups: int) -> nn.GroupNorm:
+def _group_norm(norm: _BatchNorm, path: str, max_groups: int, least_group: int) -> nn.GroupNorm:
+    _refuse_irreplaceable(norm, path)
     channels = norm.num_features
-    groups = max(g for g in range(1, min(max_groups, channels) + 1) if channels % g == 0)
-    new = nn.GroupNorm(groups, channels, eps=norm.eps, affine=norm.affine)
-    if norm.affine:
-        with torch.no_grad():
-            new.weight.copy_(norm.weight)
-            new.bias.copy_(norm.bias)
-        new.to(norm.weight.device, norm.weight.dtype)
-        new.weight.requires_grad_(norm.weight.requires_grad)
-        new.bias.requires_grad_(norm.bias.requires_grad)
-    return new.train(norm.training)
+    fits = [
+        g for g in range(1, max_groups + 1) if channels % g == 0 and channels >= g * least_group
+    ]
+    kind = GroupNormThen if norm._modules else nn.GroupNorm
+    new = kind(max(fits, default=1), channels, eps=norm.eps, affine=norm.affine)
+    for name, p in norm.named_parameters(recurse=False):
+        own = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+        new.register_parameter(name, own)
+    if norm.affine and "bias" not in dict(norm.named_parameters()):  # scaled, but not shifted
+        new.register_parameter("bias", None)
+    for name, child in norm.named_children():
+        new.add_module(name, child)
+    new.training = norm.training
+    return new
+
+
+def _refuse_irreplaceable(norm: _BatchNorm, path: str) -> None:
+    layer = f"{f'layer {path!r}' if path else 'the model'} is a {type(norm).__name__}"
+    if norm.num_features == 0:
+        raise Refused(
+            f"{layer} that has seen no batch yet and does not know its channels; run the model "
+            "once on a batch of zeros, and replace it then"
+        )
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        raise Refused(
+            f"{layer} with hooks, which a GroupNorm in its place would not have; remove them "
+            "first, and register them again on the new layer"
+        )
+    if isinstance(norm, nn.BatchNorm1d) and norm.num_features < _LEAST_ROW:
+        raise Refused(
+            f"{layer} of {norm.num_features} channels, too few to normalise a record's own by "
+            "themselves: it would lose what tells records apart; put nn.Identity() there for "
+            f"inputs [B, C], or nn.GroupNorm(1, {norm.num_features}) for inputs [B, C, L]"
+        )
+    plain = type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if not (plain and not norm._modules) and not _is_batch_norm_then_children(norm):
+        raise Refused(
+            f"{layer}, which does more than normalise and then run its own layers in order, and "
+            "that would be lost; put a normalisation of your own in its place, such as "
+            "nn.GroupNorm"
+        )
+
+
+def _is_batch_norm_then_children(norm: _BatchNorm) -> bool:
+    """Try whether a subclass returns what BatchNorm and then its own layers return."""
+    dims = 4
+    if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm3d):
+        dims = 2 if isinstance(norm, nn.BatchNorm1d) else 5
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        trial = copy.deepcopy(norm).float().cpu()
+        for x in (*trial.parameters(recurse=False), *trial.buffers(recurse=False)):
+            if x.is_floating_point():
+                x.uniform_(0.5, 2)
+        x = 3 * torch.randn(6, norm.num_features, *[4] * (dims - 2))
+        return all(_same_in_mode(trial.train(training), x) for training in (False, True))
+
+
+def _same_in_mode(norm: _BatchNorm, x: Tensor) -> bool:
+    by_batch = norm.training or norm.running_mean is None
+    statistics = (None, None) if by_batch else (norm.running_mean, norm.running_var)
+    normalised = F.batch_norm(
+        x, *statistics, norm.weight, norm.bias, training=by_batch, eps=norm.eps
+    )
+    try:
+        torch.manual_seed(1)
+        expected = _through(norm, normalised)
+        torch.manual_seed(1)
+        return torch.allclose(norm(x.clone()), expected, rtol=1e-4, atol=1e-4)
+    except Exception:  # its layers do not fit one another, or it takes other inputs
+        return False
+
+
+def _through(module: nn.Module, x: Tensor) -> Tensor:
+    for child in module.children():
+        x = child(x)
+    return x

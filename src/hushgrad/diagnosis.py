@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions
@@ -91,15 +92,23 @@ def _table(title: str) -> Table:
 
 
 def doctor(
-    model: nn.Module, loss: Loss, batch: Batch, *, form: Form | Sequence[Form] = auto
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    *,
+    form: Form | Sequence[Form] = auto,
+    idle: Collection[str] = (),
 ) -> Diagnosis:
     """Certify a model and show what each of its parameters costs.
+
+    `idle` names parameters that only some records reach.
 
     Raises `Refused`, with parameter, operation and remedy, where no form can be certified.
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    certificate = certificate_for(loss, params, batch, form=form, modules=(model,))
-    gradients = per_sample(loss, params, batch, form=certificate.form, modules=(model,))
+    settings: dict[str, Any] = {"modules": (model,), "idle": idle}
+    certificate = certificate_for(loss, params, batch, form=form, **settings)
+    gradients = per_sample(loss, params, batch, form=certificate.form, **settings)
     rows = tuple(_row(name, params, certificate, gradients) for name in params)
     return Diagnosis(
         certificate.form.name, rows, tuple(_checks(certificate, params)), certificate.why_not

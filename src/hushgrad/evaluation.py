@@ -22,6 +22,7 @@ from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian, release
 from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
+from hushgrad.processes import refuse_wrapped, require_one_process
 from hushgrad.rng import Rng
 from hushgrad.sampling import Loader
 from hushgrad.types import Batch, Bounded, Relation
@@ -72,6 +73,8 @@ def evaluate(
     Guarantees: one record moves the sum of k values by at most √k. Values are rounded to multiples
     of 2⁻²⁰ and added as whole numbers, so no rounding adds to that.
     """
+    require_one_process()
+    refuse_wrapped(modules)
     _require(values, records=records, chunk=chunk)
     require_delta(delta)
     require_proof(accountant)

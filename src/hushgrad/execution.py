@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from hushgrad.persample import (
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
-from hushgrad.pieces import LARGEST_PIECE, Pieces
+from hushgrad.pieces import LARGEST_PIECE, Pieces, piece_size
 from hushgrad.types import Batch, Foreseen, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
@@ -60,14 +61,21 @@ class Execution:
     power of two, multiplies the losses on their way back and is divided out before norms are taken,
     for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
     a GradScaler's does, would tell of records.
+
+    `idle` are patterns, such as "experts.*", of the names of parameters that only some records
+    reach. What no record of a batch reaches gets zero plus noise. Without them a parameter that
+    certification finds on no path to the loss is refused, since it may have been forgotten.
     """
 
     form: Form | Sequence[Form] = auto
     micro_batch: int | None = None
     compile: bool = False
     loss_scale: float = 1.0
+    idle: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.idle, str):
+            raise ValueError(f"expected idle to be a tuple of patterns, got {self.idle!r} alone")
         if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
             raise ValueError(
                 f"expected loss_scale to be a power of two, got {self.loss_scale}; pass 2.0**16"
@@ -91,20 +99,45 @@ class Execution:
         batch: Batch,
         modules: Sequence[nn.Module] = (),
         foreseen: Foreseen | None = None,
+        capacity: int = 0,
     ) -> Gradients:
         """Per-sample gradients of one micro-batch; a loss may have them itself."""
         # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
             return loss.per_sample(params, batch)
-        if self.loss_scale == 1:
-            return per_sample(
-                loss, params, batch, form=self.forms, modules=modules, foreseen=foreseen
-            )
-        scale = self.loss_scale
-        scaled = per_sample(
-            lambda part: scale * loss(part), params, batch, form=self.forms, modules=modules
+        scale, plain = self.loss_scale, self.loss_scale == 1
+        found = per_sample(
+            loss if plain else lambda part: scale * loss(part),
+            params,
+            batch,
+            form=self.forms,
+            modules=modules,
+            idle=self._idle_of(params) if self.idle else (),
+            foreseen=foreseen if plain else None,
+            capacity=capacity,
         )
-        return (1 / scale) * scaled
+        return found if plain else (1 / scale) * found
+
+    def _idle_of(self, params: Params) -> list[str]:
+        for pattern in self.idle:
+            if not fnmatch.filter(params, pattern):
+                raise ValueError(
+                    f"expected a parameter for every pattern of idle, got none for {pattern!r}; "
+                    "see dict(model.named_parameters()) for the names"
+                )
+        return [n for n in params if any(fnmatch.fnmatchcase(n, x) for x in self.idle)]
+
+    def capacity(self, expected: float, *, rows: int = 1) -> int:
+        """The size of the largest micro-batches, where batches have this expected size.
+
+        A Poisson batch is larger once in 30 000 times: four standard deviations are added, by
+        the public expectation alone.
+        """
+        each = piece_size(expected)
+        return min(math.ceil(each + 4 * math.sqrt(each)), self._largest(rows))
+
+    def _largest(self, rows: int) -> int:
+        return max((self.micro_batch or LARGEST_MICRO_BATCH) // rows, 1)
 
     def parts(
         self,
@@ -120,7 +153,7 @@ class Execution:
         buffers are held: a buffer that counts passes would otherwise tell how many records there
         were.
         """
-        most = max((self.micro_batch or LARGEST_MICRO_BATCH) // rows, 1)
+        most = self._largest(rows)
         if pieces is not None:
             pieces.require_few_sums(most)
         first = True

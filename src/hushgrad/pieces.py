@@ -66,5 +66,14 @@ class Pieces:
 
 def pieces_for(expected_batch: float, rng: Rng) -> Pieces | None:
     """The pieces of a batch of this public expected size; None for a batch in one piece."""
-    count = math.ceil(expected_batch / LARGEST_PIECE)
+    count = _count(expected_batch)
     return Pieces(count, rng) if count > 1 else None
+
+
+def piece_size(expected_batch: float) -> float:
+    """How many records a piece of such a batch has on average."""
+    return expected_batch / _count(expected_batch)
+
+
+def _count(expected_batch: float) -> int:
+    return max(1, math.ceil(expected_batch / LARGEST_PIECE))

@@ -98,6 +98,11 @@ class Plan:
         """The public number that a step's sum is divided by: the expected size of its batch."""
         return self.stage(step).sampling.expected_batch(self.records)
 
+    @cached_property
+    def largest_batch(self) -> float:
+        """The largest expected size of a step's batch."""
+        return max(stage.sampling.expected_batch(self.records) for stage, _ in self.stages)
+
     @property
     def divisor(self) -> float:
         """The divisor of an ordinary step."""

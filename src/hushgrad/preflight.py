@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hushgrad.augmentation import rows_per_record
 from hushgrad.nested import leaves_of
 from hushgrad.persample.watch import restored
 from hushgrad.recipe import Recipe
@@ -96,7 +97,9 @@ def _require_in_range(recipe: Recipe, probes: Batch) -> None:
 
 def _require_certified(recipe: Recipe, probes: Batch) -> None:
     params = {name: p for name, p in recipe.model.named_parameters() if p.requires_grad}
-    recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,))
+    rows = rows_per_record(recipe.loss)
+    capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
+    recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,), capacity=capacity)
 
 
 def _tensor(column: Any) -> Tensor:

@@ -68,12 +68,13 @@ class Part:
     execution: Execution
     share: float = 1.0
     foreseen: Foreseen | None = None
+    capacity: int = 0
 
     @cached_property
     def here(self) -> Gradients:
         """Gradients at the model's point."""
         return self.execution.gradients(
-            self.loss, self.params, self.batch, self.modules, self.foreseen
+            self.loss, self.params, self.batch, self.modules, self.foreseen, self.capacity
         )
 
     def at(self, point: Values) -> Gradients:
@@ -87,7 +88,9 @@ class Part:
             restored({}, self.modules),
             swapped(self.params, point),
         ):
-            return self.execution.gradients(self.loss, self.params, self.batch, self.modules)
+            return self.execution.gradients(
+                self.loss, self.params, self.batch, self.modules, capacity=self.capacity
+            )
 
 
 Ask = Callable[[Part], Sequence[Term]]
@@ -101,6 +104,8 @@ class Pass:
     `expected` is the rule that the query will clip by, as far as it is known: with it a form may
     sum each group as soon as its norms are there. `pieces` deals the records of a large batch;
     without it the batch is summed as one, in float64 where it is too large for float32.
+    `batch_size` is the public expected size of the batches, for which the model is certified at
+    once; without it each larger one is tested.
     """
 
     loss: Loss
@@ -113,6 +118,7 @@ class Pass:
     observed: Observed = lambda part: {}
     expected: Clip | None = None
     pieces: Pieces | None = None
+    batch_size: float = 0.0
 
     def sum(self, ask: Ask) -> Bounded:
         """Sum what is asked for over the records, with their metrics beside it.
@@ -148,16 +154,19 @@ class Pass:
     def parts(self) -> Iterator[Part]:
         """The micro-batches; an empty batch is one."""
         rows = rows_per_record(self.loss)
-        parts = self.execution.parts(self.batch, self.modules, rows=rows, pieces=self.pieces)
+        run = self.execution
+        capacity = run.capacity(self.batch_size, rows=rows)
+        parts = run.parts(self.batch, self.modules, rows=rows, pieces=self.pieces)
         for batch, share in parts:
             yield Part(
                 self.loss,
                 self.params,
                 batch,
                 self.modules,
-                self.execution,
+                run,
                 share,
                 self._foreseen(share),
+                capacity,
             )
 
     def _foreseen(self, share: float) -> Foreseen | None:

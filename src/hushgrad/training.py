@@ -28,6 +28,7 @@ from hushgrad.persample.observed import Values, observe
 from hushgrad.pieces import pieces_for
 from hushgrad.plan import Plan
 from hushgrad.points import move
+from hushgrad.processes import refuse_wrapped, require_one_process
 from hushgrad.randomness import own_randomness
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
@@ -141,6 +142,7 @@ class Run:
         `p.grad` then holds the released gradient, and what is done to it comes too late. `batch`
         is the one that was drawn; its tensors may be on another device or of another dtype.
         """
+        require_one_process()
         drawn = self._require_drawn(batch)
         self._require_same_parameters()
         self._require_own_model()
@@ -275,6 +277,7 @@ class Run:
             observed=lambda part: self._observed(watch, part, step),
             expected=self._clip,
             pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
+            batch_size=plan.largest_batch,
         )
         return Round(
             work,
@@ -360,6 +363,8 @@ def train(
     require_kind("plan", plan, Plan, "hg.plan(…)")
     if budget is not None:
         require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
+    require_one_process()
+    refuse_wrapped((model,))
     require_first_order(optimizer)
     check_optimizer(optimizer, _trainable(model))
     require_folder_allowed(plan, folder)

@@ -139,7 +139,11 @@ def test_the_form_that_was_taken_is_told(caplog: pytest.LogCaptureFixture) -> No
 
     with caplog.at_level("INFO", logger="hushgrad"):
         assert per_sample(loss, params, torch.randn(8, 3)).form == "traced"
-    assert caplog.messages == ["certified the form traced for 2 parameters"]
+    assert caplog.messages == [
+        "certifying the model: its gradients are compared with those of single records",
+        "certifying the form traced",
+        "certified the form traced for 2 parameters",
+    ]
 
 
 @dataclass

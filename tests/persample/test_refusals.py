@@ -97,7 +97,7 @@ def test_replacing_batch_norm_mends_it() -> None:
 
 
 def test_replacing_keeps_what_was_frozen_and_the_mode() -> None:
-    norm = nn.BatchNorm1d(10).eval()
+    norm = nn.BatchNorm1d(16).eval()
     norm.weight.requires_grad_(False)
     new = replace_batchnorm(norm, max_groups=4)
     assert isinstance(new, nn.GroupNorm)

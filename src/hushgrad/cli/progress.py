@@ -1,7 +1,10 @@
-"""The progress of a run in the terminal: nothing in it but what was released."""
+"""The progress of a run in the terminal: what was released, and what certification is at."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -13,6 +16,9 @@ from hushgrad.guarantee import up
 from hushgrad.odometer import LABEL, Odometer
 from hushgrad.plan import Plan
 from hushgrad.training import Run
+
+LOGGER = "hushgrad.persample"
+"""The logger that certification tells of its progress."""
 
 _SHOWN = ("loss", "clipped")
 
@@ -37,6 +43,7 @@ class Bar:
         self._odometer = Odometer(plan)
         self._live = Live(self._group(Text("")), console=console, refresh_per_second=4)
         self._visible = console.is_terminal and not quiet
+        self._relay = Relay(self._tell, console)
 
     def __call__(self, run: Run) -> None:
         """Show the run after a step."""
@@ -52,11 +59,17 @@ class Bar:
         shown = [f"{n} ≈ {metrics[n]:.3g}" for n in (*_SHOWN, *watched) if n in metrics]
         return " · ".join([spent, *shown, *(["(private metrics)"] if shown else [])])
 
+    def _tell(self, message: str) -> None:
+        """Show what the library is at while a step goes on."""
+        if self._visible:
+            self._live.update(self._group(Text(message)))
+
     def _group(self, status: Text) -> Group:
         return Group(self._progress, status)
 
     def __enter__(self) -> Bar:
         self._live.start()
+        self._relay.__enter__()
         return self
 
     def __exit__(
@@ -65,4 +78,48 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._relay.__exit__(kind, error, trace)
         self._live.stop()
+
+
+class Relay(logging.Handler):
+    """While it is entered: hands on what certification logs of its progress, and prints warnings.
+
+    Nothing of it depends on more than the model and public numbers.
+    """
+
+    def __init__(self, show: Callable[[str], None], console: Console) -> None:
+        super().__init__()
+        self._show, self._console = show, console
+        self._logger = logging.getLogger(LOGGER)
+        self._level = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one message."""
+        if record.levelno >= logging.WARNING:
+            self._console.print(record.getMessage(), style="yellow", markup=False)
+        else:
+            self._show(record.getMessage())
+
+    def __enter__(self) -> Relay:
+        self._level = self._logger.level
+        self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+
+@contextmanager
+def certifying(*, quiet: bool) -> Iterator[None]:
+    """Show the progress of a certification that comes before the first step."""
+    console = Console(stderr=True, quiet=quiet)
+    with console.status("checking the recipe") as status, Relay(status.update, console):
+        yield

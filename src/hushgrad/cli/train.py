@@ -14,7 +14,7 @@ from warnings import catch_warnings, filterwarnings
 import typer
 
 from hushgrad.cli.errors import sentences
-from hushgrad.cli.progress import Bar
+from hushgrad.cli.progress import Bar, certifying
 from hushgrad.cli.request import (
     asked_for,
     budget_for,
@@ -99,7 +99,8 @@ def train(
                 # `check` refuses what this warns of.
                 filterwarnings("ignore", "expected delta below 1 / records", UserWarning)
                 recipe = asked.recipe(data=data, seed=request.weights_seed)
-            check(recipe, device=device)
+            with certifying(quiet=quiet or as_json):
+                check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())
             run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)

@@ -17,6 +17,7 @@ from hushgrad.glm.rows import Rows
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import release
 from hushgrad.plan import Plan
+from hushgrad.processes import require_one_process
 from hushgrad.resuming import Fingerprint, none, remembered
 from hushgrad.rng import Rng
 from hushgrad.sampling import FullBatch, Scheme
@@ -83,6 +84,7 @@ def descend(
     Guarantees: noise is added once to each step, also to an empty batch; sums are divided by the
     plan's public expected batch; only released values move θ.
     """
+    require_one_process()
     clip, sampling = plan.clip, plan.sampling
     plain = plan.metrics is None and plan.algorithm == Sgd()
     if not (isinstance(clip, Clip) and isinstance(sampling, Scheme) and plain):

@@ -46,6 +46,7 @@ from hushgrad.glm.minimising import minimiser
 from hushgrad.glm.rows import Rows
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import Noise, gaussian, release, standard_normal
+from hushgrad.processes import require_one_process
 from hushgrad.resuming import Fingerprint, none
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded, Refused, Relation
@@ -288,6 +289,7 @@ def _released(
 
     A search that fails is charged too: that it did may depend on a record.
     """
+    require_one_process()
     _require_short(rows, problem)
     entry = None
     if budget is not None:

@@ -17,6 +17,7 @@ from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
+from hushgrad.processes import refuse_accumulator_hooks, refuse_wrapped, require_one_process
 from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
 
 __all__ = [
@@ -48,18 +49,22 @@ def per_sample(
     modules: Sequence[nn.Module] = (),
     idle: Collection[str] = (),
     foreseen: Foreseen | None = None,
+    capacity: int = 0,
 ) -> Gradients:
     """Per-sample gradients of `loss` with respect to `params`, one for each record of `batch`.
 
     `loss(batch)` returns one value for each record; it may be called several times. `modules` are
     those whose buffers are watched. `idle` names parameters that may be on no path to the loss.
-    `foreseen` are weights by which the form `recomputed` may sum at once.
+    `foreseen` are weights by which the form `recomputed` may sum at once. `capacity` is a public
+    number of records that batches seldom pass: certified up to it, they need no further test at
+    each batch that is larger than those before it.
 
     Guarantees: the form was certified for this loss, these parameters and shapes; a record's
     gradient depends on no other record, to the extent that probes can tell; the norms are upper
     bounds. Raises `Refused` otherwise. The result's `form` says which of several was taken. An
     empty batch gives an empty result without calling `loss`.
     """
+    require_one_process()
     check_parameters(params)
     size = records.count(batch)
     if size == 0:
@@ -69,23 +74,14 @@ def per_sample(
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
-    for certificate in _certificates.get(key):
-        gradients = _step(certificate, subject, batch, size)
+    known = _certificates.get(key)
+    for certificate in reversed(known):  # the last: it may be of a form that takes every batch
+        gradients = _step(certificate, subject, batch, capacity)
         if gradients is not None:
             return gradients
-    certificate = certify(subject, forms, batch, size)
+    certificate, gradients = _begun(subject, forms, batch, capacity, changing=bool(known))
     if certificate.lasting:
         _certificates.add(key, certificate, subject)
-    _log.info("certified the form %s for %d parameters", certificate.form, len(params))
-    for name, reason in certificate.why_not.items():
-        noticed = name == compiled.name or certificate.form.alone  # it was asked for, or it is slow
-        _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
-    gradients = _run(certificate, subject, batch)
-    if gradients is None:
-        raise Refused(
-            "the sequence of operations on private parameters changes from batch to batch in a way "
-            "that probes made from the batch do not show; use form=loop"
-        )
     return gradients
 
 
@@ -99,20 +95,79 @@ def certificate_for(
     idle: Collection[str] = (),
 ) -> Certificate:
     """Certify without using the result: what `per_sample` would do on the first such batch."""
+    require_one_process()
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
-    return certify(subject, forms, records.laid_out(batch), records.count(batch))
+    return _certified(subject, forms, records.laid_out(batch))
 
 
-def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
+def _begun(
+    subject: Subject, forms: tuple[Form, ...], batch: Batch, capacity: int, *, changing: bool
+) -> tuple[Certificate, Gradients]:
+    """Certify, and use the certificate for the first time.
+
+    Where the calls change from batch to batch (a recurrence up to the longest sequence, an expert
+    without records), only forms that follow no calls are left: certified anew for every sequence
+    of calls, one record would move all others from one program to another.
+    """
+    following = {form.name: _CHANGING for form in forms if form.replays}
+    others = tuple(form for form in forms if not form.replays)
+    for left in (others or forms,) if changing else (forms, others):
+        if not left:
+            break
+        certificate = _certified(subject, left, batch, capacity)
+        if left is others:
+            certificate.why_not = following | certificate.why_not
+        gradients = _run(certificate, subject, batch)
+        if gradients is not None:
+            _report(certificate, len(subject.params))
+            return certificate, gradients
+    raise Refused(f"{_CHANGING}; use form=loop")
+
+
+_CHANGING = (
+    "the sequence of operations on private parameters changes from batch to batch in a way that "
+    "probes made from one batch do not show (a recurrence up to the longest sequence of the batch, "
+    "an expert that is skipped without records?)"
+)
+
+
+def _report(certificate: Certificate, parameters: int) -> None:
+    _log.info("certified the form %s for %d parameters", certificate.form, parameters)
+    for name, reason in certificate.why_not.items():
+        noticed = name == compiled.name or certificate.form.alone  # it was asked for, or it is slow
+        _log.log(logging.WARNING if noticed else logging.INFO, "not %s: %s", name, reason)
+
+
+def _certified(
+    subject: Subject, forms: Sequence[Form], batch: Batch, capacity: int = 0
+) -> Certificate:
+    """Certify, once it is clear that no other process has a part in the gradients."""
+    _refuse_other_processes(subject)
+    if any(form.compiles for form in forms):
+        capacity = 0  # a program is made for each size: only those that come are worth it
+    _log.info("certifying the model: its gradients are compared with those of single records")
+    return certify(subject, forms, batch, records.count(batch), capacity)
+
+
+def _refuse_other_processes(subject: Subject) -> None:
+    refuse_wrapped(subject.modules)
+    refuse_accumulator_hooks(subject.params)
+
+
+def _step(
+    certificate: Certificate, subject: Subject, batch: Batch, capacity: int
+) -> Gradients | None:
     """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
-    step = certificate.steps + 1
+    step, size = certificate.steps + 1, records.count(batch)
     subject = _as_certified(subject, certificate)
     try:
         if certificate.padded(size) > certificate.largest:
-            extend(certificate, subject, batch, size)
+            extend(certificate, subject, batch, size, capacity)
         elif step & (step - 1) == 0:
+            _refuse_other_processes(subject)
+            _log.info("testing the certified model again, at use %d", step)
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None

@@ -8,6 +8,7 @@ on its mates, that nothing is written or trained out of sight, and that norms an
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -53,6 +54,8 @@ from hushgrad.persample.traced import trace
 from hushgrad.persample.watch import Key, guarded, restored, same_bits
 from hushgrad.persample.writes import consulted
 from hushgrad.types import Batch, NotCovered, Refused
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -125,11 +128,14 @@ def _comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tenso
         yield changed
 
 
-def certify(subject: Subject, forms: Sequence[Form], batch: Batch, size: int) -> Certificate:
-    """Certify the first of `forms` that can be, or say why none can."""
+def certify(
+    subject: Subject, forms: Sequence[Form], batch: Batch, size: int, capacity: int = 0
+) -> Certificate:
+    """Certify the first of `forms` that can be, for batches of `capacity` records, or say why."""
     _refuse_coupling_layers(subject)
     few = _few_records(subject, batch, size)
-    return _clear_of_flips(_POINTS, lambda point: _certified(subject, forms, few, size, point))
+    room = max(size, capacity)
+    return _clear_of_flips(_POINTS, lambda point: _certified(subject, forms, few, room, point))
 
 
 def _certified(
@@ -154,6 +160,7 @@ def _certified(
         sizes = (*probe_sizes(subject.params, few), largest)
         moved = check_independence(passes, sizes, evidence)
         for form in forms:
+            _log.info("certifying the form %s", form)
             try:
                 run, sites = _certify_form(form, subject, oracle, largest, evidence)
                 if moved and not form.alone:
@@ -348,9 +355,11 @@ def _refuse_coupling_layers(subject: Subject) -> None:
 # --- after certification ------------------------------------------------------------------------
 
 
-def extend(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
+def extend(
+    certificate: Certificate, subject: Subject, batch: Batch, size: int, capacity: int = 0
+) -> None:
     """Test a larger batch than any before it, at the cost of one pass and a few single ones."""
-    padded = certificate.padded(size)
+    padded = certificate.padded(max(size, capacity))
     _retest(certificate, subject, distinct_records(batch, size), padded, _POINTS)
     certificate.largest = padded
 

@@ -15,6 +15,7 @@ from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import WithoutRandomness, in_general_position
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import guarded, restored
+from hushgrad.processes import no_wrapper_called
 from hushgrad.types import Batch, Refused
 
 
@@ -133,7 +134,7 @@ def _each_alone(subject: Subject, few: Batch, backward: bool) -> tuple[Alone, bo
     alone, wrote = [], False
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
-        with restored(subject.params, subject.modules) as changed:
+        with restored(subject.params, subject.modules) as changed, no_wrapper_called():
             run = one_record(subject.loss, subject.params, record, copies, backward=backward)
             alone.append(run)
         wrote |= bool(changed)
@@ -176,8 +177,8 @@ def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
         if name not in subject.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
                 f"the parameter {name} is trainable but on no path to the loss{_blocked(subject)}; "
-                "freeze it with requires_grad_(False), or name it in idle to give it zero plus "
-                "noise"
+                "freeze it with requires_grad_(False) or, if only some records reach it (an "
+                "expert), name it in idle, hg.Execution(idle=(…,)), to give it zero plus noise"
             )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hushgrad.processes import spread
 from hushgrad.types import NotCovered, Params, Refused
 
 Key = tuple[int, str]
@@ -243,6 +244,11 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
         )
     seen: dict[int, str] = {}
     for name, p in params.items():
+        if kind := spread(p):
+            raise Refused(
+                f"the parameter {name} is a {kind}, whose values lie in several processes (FSDP, "
+                "tensor parallelism); build the model without it and train it in one process"
+            )
         if type(p) is not nn.Parameter:
             raise Refused(
                 f"the parameter {name} is a {type(p).__name__}, and only plain nn.Parameter can be "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from hushgrad.nested import leaves_of, map_leaves
 from hushgrad.rng import Rng
+from hushgrad.sampling.coupling import Collate, refuse_coupling, require_each
 from hushgrad.sampling.draws import Positions
 from hushgrad.sampling.poisson import TruncatedPoisson
 from hushgrad.sampling.scheme import Draws
 from hushgrad.sampling.sources import Columns, Source, source_of
 from hushgrad.types import Batch, Refused, Relation
 
-Collate = Callable[[list[Any]], Batch]
-"""Puts a list of records together. It must treat each by itself: pad to a public length."""
+_LONGEST_GAP = 128  # batches between two tests of the collate function
+_MOST_TESTED = 64  # records in such a test, after the first
 
 
 class Loader:
@@ -26,6 +27,10 @@ class Loader:
 
     A record's structure is kept. `workers` processes prefetch for map-style data sets, and change
     no batch. The length of the data is private: it is shown nowhere and no divisor depends on it.
+
+    `collate` puts a list of records together, each by itself: to a fixed length, not to the
+    longest of the batch. At the 1st batch, the 2nd, 4th, 8th … and every 128th, records are
+    collated beside different others, and must keep their entries bit for bit.
     """
 
     def __init__(self, data: Any, *, collate: Collate | None = None, workers: int = 0) -> None:
@@ -42,6 +47,7 @@ class Loader:
         # Another process would only copy what is in this one's memory already.
         self._workers = 0 if isinstance(source, Columns) and collate is None else workers
         self._empty = _empty_like_first(self._fetch)
+        self._loaded = 0
 
     def __len__(self) -> int:
         """The number of records. Private: it must not be shown."""
@@ -112,6 +118,11 @@ class Loader:
 
     def _present(self, positions: Positions) -> list[int]:
         present: list[int] = positions[positions < self._length].tolist()
+        if present:
+            self._loaded += 1
+            if self._loaded & (self._loaded - 1) == 0 or self._loaded % _LONGEST_GAP == 0:
+                tested = present if self._loaded == 1 else _some_of(present)
+                refuse_coupling(self._fetch.source, self._fetch.collate, tested)
         return present
 
     def _or_empty(self, batch: Batch | None) -> Batch:
@@ -127,9 +138,21 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, positions: list[int]) -> Batch | None:
         if not positions:
             return None
+        batch = self.unchecked(positions)
+        if self.collate is not None:
+            require_each(batch, len(positions))
+        return batch
+
+    def unchecked(self, positions: list[int]) -> Batch:
+        """The batch as it comes, with any number of rows."""
         if self.collate is None:
             return self.source.batch(positions)
         return self.collate(self.source.records(positions))
+
+
+def _some_of(positions: list[int]) -> list[int]:
+    """At most 64 of them, from first to last."""
+    return positions[:: -(-len(positions) // _MOST_TESTED)]
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -142,7 +165,7 @@ def _empty_like_first(fetch: _Fetch) -> Batch:
     Two sizes are tried: one alone could be that of something else by chance.
     """
     with torch.random.fork_rng(devices=[]):  # reading a record may draw its augmentation
-        probes = {size: fetch[[0] * size] for size in (2, 3)}
+        probes = {size: fetch.unchecked([0] * size) for size in (2, 3)}
     for size, probe in probes.items():
         leaves = leaves_of(probe)
         for leaf in leaves:

@@ -24,6 +24,10 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def fetches_together(self) -> bool:
+        """Whether several records are made at once, and could be mixed."""
+
     def records(self, positions: list[int]) -> list[Any]:
         """The records at these positions, in this order."""
 
@@ -39,6 +43,11 @@ class Columns:
 
     def __len__(self) -> int:
         return len(leaves_of(self.columns)[0])
+
+    @property
+    def fetches_together(self) -> bool:
+        """No: each record is a row of its own."""
+        return False
 
     def fingerprint(self, key: bytes) -> str:
         """A keyed digest of every entry, and of shapes and types."""
@@ -74,6 +83,11 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    @property
+    def fetches_together(self) -> bool:
+        """Whether the data set makes several records at once, and could mix them."""
+        return hasattr(self.data, "__getitems__")
 
     def records(self, positions: list[int]) -> list[Any]:
         """The records at these positions, in this order."""

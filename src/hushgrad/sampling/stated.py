@@ -6,11 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import dp_accounting as dp
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from hushgrad.sampling.coupling import refuse_coupling
 from hushgrad.sampling.fixed import Shuffled
 from hushgrad.sampling.scheme import Scheme
+from hushgrad.sampling.sources import Records
 from hushgrad.types import Batch, Refused, Relation
+
+_TRIED = 16  # records of a loader of the user's own, whose collate function is tried
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,8 @@ class Stated:
     """Batches from `loader`, accounted as `scheme` because the user says so.
 
     Guarantees: none of its own; the statement carries "as stated by the user". A torch loader
-    that plainly samples otherwise, such as shuffled batches stated as Poisson, is refused.
+    that plainly samples otherwise, such as shuffled batches stated as Poisson, is refused, and one
+    whose collate function lets records meet.
     """
 
     loader: Iterable[Batch]
@@ -63,6 +74,7 @@ class Stated:
                     f"expected a first step that begins an epoch of {epoch} steps, got "
                     f"{steps.start}; resume a loader of your own at the end of an epoch"
                 )
+        _refuse_coupling(self.loader)
         step, first = steps.start, steps.start
         while step < steps.stop:
             first = step
@@ -103,3 +115,13 @@ def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
             "expected every batch of an epoch, got a DataLoader with drop_last=True, whose epochs "
             "are shorter than accounted; leave drop_last out"
         )
+
+
+def _refuse_coupling(loader: Iterable[Batch]) -> None:
+    """Try a torch loader's data set and collate function on a few records."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    source = Records(loader.dataset)
+    refuse_coupling(source, loader.collate_fn, list(range(min(len(source), _TRIED))))

@@ -16,7 +16,7 @@ from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, smoothed
-from hushgrad.persample import check_optimizer
+from hushgrad.persample import check_optimizer, forget_structure
 from hushgrad.persample.observed import Values, observe
 from hushgrad.persample.records import count
 from hushgrad.plan import Plan
@@ -301,6 +301,7 @@ def train(
             f"{type(optimizer).__name__}; use SGD or Adam"
         )
     check_optimizer(optimizer, _trainable(model))
+    forget_structure(_trainable(model))
     if plan.algorithm.output.silent and folder is not None:
         raise Refused(
             f"expected no folder with the output {plan.algorithm.output}, which allows nothing "

@@ -12,9 +12,11 @@ from torch import nn
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
 from hushgrad.persample.certify import Certificate, certify, extend, retest
+from hushgrad.persample.constants import constant, opened
 from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.sites import Unforeseen
+from hushgrad.persample.structure import Structures
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
 from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
@@ -26,8 +28,10 @@ __all__ = [
     "certificate_for",
     "check_optimizer",
     "compiled",
+    "constant",
     "dense",
     "difference",
+    "forget_structure",
     "loop",
     "per_sample",
     "recomputed",
@@ -36,6 +40,7 @@ __all__ = [
 ]
 
 _certificates = Cache()
+_structures = Structures()
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +70,7 @@ def per_sample(
     if size == 0:
         device = next(iter(params.values())).device
         return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
-    batch = records.laid_out(batch)
+    batch = records.laid_out(_structures.opened(batch, loss, params))
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
@@ -102,7 +107,13 @@ def certificate_for(
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
+    batch, _ = opened(batch)
     return certify(subject, forms, records.laid_out(batch), records.count(batch))
+
+
+def forget_structure(params: Params) -> None:
+    """Let the next batch of these parameters' losses have another structure, as in a new run."""
+    _structures.forget(params)
 
 
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:

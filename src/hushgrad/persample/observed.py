@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hushgrad.persample import records
+from hushgrad.persample.constants import opened
 from hushgrad.persample.neutral import WithoutRandomness
 from hushgrad.persample.probes import beside_others
 from hushgrad.persample.watch import guarded, restored, same_bits
@@ -33,6 +34,7 @@ def observe(
     size = records.count(batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
+    batch, _ = opened(batch)
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
     with torch.no_grad(), guarded({}, modules):

@@ -208,7 +208,7 @@ def test_a_capacity_shows_at_the_largest_batch_only(form: Any) -> None:
     loss, params = squared(model), private(model)
     per_sample(loss, params, torch.randn(8, 3), form=form, modules=(model,))
     per_sample(loss, params, torch.randn(24, 3), form=form, modules=(model,))
-    with pytest.raises(Refused, match=r"depends on its mates.*in a batch of 40 .*a limit over"):
+    with pytest.raises(Refused, match=r"depends on its mates.*in the drawn batch.*a limit over"):
         per_sample(loss, params, torch.randn(40, 3), form=form, modules=(model,))
 
 

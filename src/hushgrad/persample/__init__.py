@@ -11,10 +11,11 @@ from torch import nn
 
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
-from hushgrad.persample.certify import Certificate, certify, extend, retest
+from hushgrad.persample.certify import Certificate, certify
 from hushgrad.persample.constants import constant, opened
 from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
+from hushgrad.persample.retests import extend, retest
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.structure import Structures
 from hushgrad.persample.subject import Subject
@@ -117,19 +118,18 @@ def forget_structure(params: Params) -> None:
 
 
 def _step(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> Gradients | None:
-    """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
-    step = certificate.steps + 1
+    """Use a certificate again, testing anew at other sizes and as steps go by."""
     subject = _as_certified(subject, certificate)
     try:
         if certificate.padded(size) > certificate.largest:
             extend(certificate, subject, batch, size)
-        elif step & (step - 1) == 0:
+        else:
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None
     gradients = _run(certificate, subject, batch)
     if gradients is not None:
-        certificate.steps = step
+        certificate.steps += 1
     return gradients
 
 

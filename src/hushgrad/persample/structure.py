@@ -7,8 +7,8 @@ from types import CodeType
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hushgrad.persample.cache import held_by
 from hushgrad.persample.constants import Form, opened
+from hushgrad.persample.subject import held_by
 from hushgrad.types import Batch, Loss, Params, Refused
 
 

@@ -14,6 +14,7 @@ from hushgrad.execution import Execution
 from hushgrad.grouping import per_layer
 from hushgrad.ledger import Ledger
 from hushgrad.metrics import Metrics
+from hushgrad.persample import constant as constant
 from hushgrad.persample import difference, per_sample
 from hushgrad.plan import Plan, plan
 from hushgrad.rng import Rng

@@ -21,6 +21,7 @@ from hushgrad.persample import (
     per_sample,
     run_certified,
 )
+from hushgrad.persample.constants import opened
 from hushgrad.persample.records import MULTIPLE, count, cut, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import restored
@@ -203,6 +204,7 @@ def fitting_micro_batch(
 def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
     """Bytes that one pass keeps: each storage counted once, parameters left out."""
     certificate = certificate_for(loss, params, batch, modules=modules)
+    batch, _ = opened(batch)
     subject = Subject(loss, params, tuple(modules))
     own = {p.untyped_storage().data_ptr() for p in params.values()}
     held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice

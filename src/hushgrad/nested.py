@@ -13,24 +13,50 @@ _LEAF = (Tensor, np.ndarray)
 _PLAIN = (tuple, list)
 
 
+def is_leaf(x: Any) -> bool:
+    """Is it a tensor or an array?"""
+    return isinstance(x, _LEAF)
+
+
+def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each part with how one gets to it; None of anything else."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, list | tuple):
+        return [(f"[{i}]", value) for i, value in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        return [(f".{name}", getattr(tree, name)) for name in names]
+    return None
+
+
+def rebuilt(tree: Any, values: list[Any]) -> Any:
+    """A container of the same kind with other values in place of its parts."""
+    if type(tree) in _PLAIN:
+        return type(tree)(values)
+    if isinstance(tree, Mapping):
+        mapped = dict(zip(tree, values, strict=True))
+        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*values)
+    if isinstance(tree, list | tuple):
+        return type(tree)(values)
+    names = [field.name for field in dataclasses.fields(tree) if field.init]
+    return dataclasses.replace(tree, **dict(zip(names, values, strict=True)))
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to each tensor or array of a nested structure and keep everything else."""
-    if isinstance(tree, _LEAF):
+    if is_leaf(tree):
         return function(tree)
     if type(tree) in _PLAIN:
         return type(tree)([map_leaves(function, value) for value in tree])
-    if isinstance(tree, Mapping):
-        mapped = {key: map_leaves(function, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, value) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_leaves(function, value) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree) if field.init]
-        fields = {name: map_leaves(function, getattr(tree, name)) for name in names}
-        return dataclasses.replace(tree, **fields)
-    return tree
+    parts = parts_of(tree)
+    if parts is None:
+        return tree
+    return rebuilt(tree, [map_leaves(function, value) for _, value in parts])
 
 
 def leaves_of(tree: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, packed, smoothed, unpacked
 from hushgrad.penalties import Constants
-from hushgrad.persample import check_optimizer
+from hushgrad.persample import check_optimizer, forget_structure
 from hushgrad.persample.observed import Values, observe
 from hushgrad.pieces import pieces_for
 from hushgrad.plan import Plan
@@ -367,6 +367,7 @@ def train(
     refuse_wrapped((model,))
     require_first_order(optimizer)
     check_optimizer(optimizer, _trainable(model))
+    forget_structure(_trainable(model))
     require_folder_allowed(plan, folder)
     loader = loader_of(data, plan)
     memory = remembered(

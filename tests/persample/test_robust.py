@@ -25,7 +25,8 @@ from uses import loss_of, weigh
 
 import hushgrad.persample as persample
 from hushgrad import Refused
-from hushgrad.persample import Form, certificate_for, dense, loop, per_sample, traced
+from hushgrad.persample import Form, certificate_for, constant, dense, loop, per_sample, traced
+from hushgrad.persample.constants import opened
 from hushgrad.persample.tape import Tape
 
 CERTIFY = importlib.import_module("hushgrad.persample.certify")
@@ -458,11 +459,11 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch with fields, one of which is no tensor."""
+    """A batch with fields, one of which is no tensor, and declared constant."""
 
     x: Tensor
     y: Tensor
-    unit: str = "m"
+    unit: str = constant("m")
 
 
 class Bag(dict[str, Tensor]):
@@ -477,7 +478,7 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any
     "list": (lambda x, y: [x, y], lambda b: b),
     "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
     "nested": (
-        lambda x, y: {"in": [x, {"more": (x, None)}], "out": (y, "name")},
+        lambda x, y: {"in": [x, {"more": (x, None)}], "out": (y, constant("name"))},
         lambda b: (b["in"][1]["more"][0], b["out"][0]),
     ),
     "namedtuple": (Pair, lambda b: (b.x, b.y)),
@@ -496,7 +497,7 @@ def test_structures(wrap: Callable[..., Any], read: Callable[[Any], Any], form: 
         return F.cross_entropy(model(x), y, reduction="none")
 
     x, y = torch.randn(5, 3), torch.randint(4, (5,))
-    want = expected(lambda b: loss(wrap(*b)), private(model), (x, y))
+    want = expected(lambda b: loss(opened(wrap(*b))[0]), private(model), (x, y))
     for _ in range(2):
         gradients = per_sample(loss, private(model), wrap(x, y), form=form, modules=(model,))
         agree(gradients, want, private(model))

@@ -23,6 +23,7 @@ from hushgrad.algorithms.algorithm import (
 )
 from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
 from hushgrad.noise import gaussian, release
+from hushgrad.persample.constants import opened
 from hushgrad.persample.records import MULTIPLE, count, pad, padded_size
 from hushgrad.persample.watch import restored
 from hushgrad.points import Values, norm, point, swapped
@@ -197,6 +198,7 @@ def _losses(part: Part) -> Tensor:
     size = count(part.batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
-    whole = pad(part.batch, size, padded_size(size, _MULTIPLE))
+    batch, _ = opened(part.batch)
+    whole = pad(batch, size, padded_size(size, _MULTIPLE))
     with restored({}, part.modules):
         return part.loss(whole)[:size].double().nan_to_num(nan=math.inf)

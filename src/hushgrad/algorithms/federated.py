@@ -14,6 +14,7 @@ from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, co
 from hushgrad.algorithms.output import Output, last
 from hushgrad.numerics import wide
 from hushgrad.persample import Gradients
+from hushgrad.persample.constants import opened
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors
 from hushgrad.persample.records import count, map_tensors
@@ -87,7 +88,8 @@ class FedAvg:
         return Gradients(factors, part.params, losses, clients)
 
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
-        examples = map_tensors(lambda x: x[client], part.batch)
+        batch, _ = opened(part.batch)
+        examples = map_tensors(lambda x: x[client], batch)
         before = point(part.params)
         values, tensors = point(part.params), list(part.params.values())
         losses = []

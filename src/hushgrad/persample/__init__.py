@@ -11,10 +11,13 @@ from torch import nn
 
 from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
-from hushgrad.persample.certify import Certificate, certify, extend, retest
+from hushgrad.persample.certify import Certificate, certify
+from hushgrad.persample.constants import constant, opened
 from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
+from hushgrad.persample.retests import extend, retest
 from hushgrad.persample.sites import Unforeseen
+from hushgrad.persample.structure import Structures
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
 from hushgrad.processes import refuse_accumulator_hooks, refuse_wrapped, require_one_process
@@ -27,8 +30,10 @@ __all__ = [
     "certificate_for",
     "check_optimizer",
     "compiled",
+    "constant",
     "dense",
     "difference",
+    "forget_structure",
     "loop",
     "per_sample",
     "recomputed",
@@ -37,6 +42,7 @@ __all__ = [
 ]
 
 _certificates = Cache()
+_structures = Structures()
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +76,7 @@ def per_sample(
     if size == 0:
         device = next(iter(params.values())).device
         return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
-    batch = records.laid_out(batch)
+    batch = records.laid_out(_structures.opened(batch, loss, params))
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(subject, forms, batch)
@@ -99,7 +105,13 @@ def certificate_for(
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
+    batch, _ = opened(batch)
     return _certified(subject, forms, records.laid_out(batch))
+
+
+def forget_structure(params: Params) -> None:
+    """Let the next batch of these parameters' losses have another structure, as in a new run."""
+    _structures.forget(params)
 
 
 def _begun(
@@ -159,21 +171,22 @@ def _refuse_other_processes(subject: Subject) -> None:
 def _step(
     certificate: Certificate, subject: Subject, batch: Batch, capacity: int
 ) -> Gradients | None:
-    """Use a certificate again, testing anew at larger batches and at steps 1, 2, 4, 8 ..."""
+    """Use a certificate again, testing anew at other sizes and as steps go by."""
     step, size = certificate.steps + 1, records.count(batch)
     subject = _as_certified(subject, certificate)
     try:
-        if certificate.padded(size) > certificate.largest:
-            extend(certificate, subject, batch, size, capacity)
-        elif step & (step - 1) == 0:
+        if step & (step - 1) == 0:
             _refuse_other_processes(subject)
             _log.info("testing the certified model again, at use %d", step)
+        if certificate.padded(size) > certificate.largest:
+            extend(certificate, subject, batch, size, capacity)
+        else:
             retest(certificate, subject, batch, size)
     except Unforeseen:
         return None
     gradients = _run(certificate, subject, batch)
     if gradients is not None:
-        certificate.steps = step
+        certificate.steps += 1
     return gradients
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import nn
 from hushgrad.persample import records
 from hushgrad.persample.certify import Certificate
 from hushgrad.persample.forms import Form
-from hushgrad.persample.subject import Subject, contents
+from hushgrad.persample.subject import Subject, held_by
 from hushgrad.types import Batch
 
 Key = tuple[Hashable, ...]
@@ -47,7 +45,7 @@ class Cache:
         _, certificates = self._entries.pop(key, ([], []))
         for old in [k for k, (alive, _) in self._entries.items() if _any_gone(alive)]:
             del self._entries[old]  # nobody can ask for it again, and it may hold programs
-        spoken_of = (*subject.params.values(), *_held(subject.loss))
+        spoken_of = (*subject.params.values(), *held_by(subject.loss))
         alive = [_reference(x) for x in spoken_of]
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
@@ -77,7 +75,7 @@ def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
         tuple([(name, id(p), p.dtype, p.shape) for name, p in subject.params.items()]),
         tuple([_switches(child) for module in subject.modules for child in module.modules()]),
         tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
-        tuple([_value(x) for x in _held(subject.loss)]),
+        tuple([_value(x) for x in held_by(subject.loss)]),
         forms,
         subject.idle,
         records.shapes(batch),
@@ -94,35 +92,6 @@ def _switches(module: nn.Module) -> tuple[Hashable, ...]:
     plain = [x for x in vars(module).values() if isinstance(x, (bool, str))]
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (id(type(module)), *plain, *map(id, hooks))
-
-
-def _held(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
-    """A callable's code and what it refers to: closure, defaults, globals, bound object, parts."""
-    if id(loss) in seen:
-        return []
-    seen |= {id(loss)}
-    if isinstance(loss, functools.partial):
-        return [*_held(loss.func, seen), *loss.args, *loss.keywords.values()]
-    if dataclasses.is_dataclass(loss) and not isinstance(loss, nn.Module | type):
-        # A value: made anew at each step it must hit, as a lambda does. Its attributes count, too.
-        fields = {field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)}
-        parts = (fields | getattr(loss, "__dict__", {})).values()
-        inner = [_held(x, seen) if isinstance(x, FunctionType) else [x] for x in parts]
-        return [type(loss), *(x for part in inner for x in part)]
-    function = getattr(loss, "__func__", loss)
-    code = getattr(function, "__code__", None)
-    if code is None:  # a module, or another object that can be called
-        own = {} if isinstance(loss, nn.Module) else getattr(loss, "__dict__", {})
-        return [loss, *own.values()]
-    cells = [contents(cell) for cell in function.__closure__ or ()]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    known = function.__globals__
-    names = [known[name] for name in code.co_names if name in known]
-    bound = [loss.__self__] if function is not loss else []
-    found = (*cells, *defaults, *names)
-    inner = [held for x in found if isinstance(x, FunctionType) for held in _held(x, seen)]
-    plain = [x for x in found if not isinstance(x, FunctionType)]
-    return [code, *bound, *plain, *inner]
 
 
 def _value(x: Any) -> Hashable:

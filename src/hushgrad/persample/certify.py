@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from hushgrad.persample import records
 from hushgrad.persample.compiled import VECTOR
-from hushgrad.persample.errors import without_numbers
 from hushgrad.persample.forms import Form, Run, traced
-from hushgrad.persample.gradients import Gradients
+from hushgrad.persample.generators import own_generators_unused
 from hushgrad.persample.independence import (
-    OTHER_PROGRAM,
     Passes,
     check_independence,
     multiple_for,
@@ -36,22 +34,28 @@ from hushgrad.persample.oracle import (
     Evidence,
     Oracle,
     compare,
-    consult,
     differs,
     refuse_unreached,
 )
 from hushgrad.persample.probes import (
-    beside_others,
     distinct,
     distinct_records,
     own_records,
     probe_sizes,
 )
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
-from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
+from hushgrad.persample.sites import Probing, Site, Unforeseen
 from hushgrad.persample.subject import Subject
-from hushgrad.persample.traced import trace
-from hushgrad.persample.watch import Key, guarded, restored, same_bits
+from hushgrad.persample.watch import Key, restored
+from hushgrad.persample.way_back import (
+    RARE_DRAWS,
+    attempt,
+    beside_neighbours,
+    reason_of,
+    refuse_loud_gradients,
+    refuse_mixed_gradients,
+    replaying,
+)
 from hushgrad.persample.writes import consulted
 from hushgrad.types import Batch, NotCovered, Refused
 
@@ -70,6 +74,7 @@ class Certificate:
     evidence: Evidence
     why_not: dict[str, str]
     multiple: int
+    sizes: set[int]  # numbers of records at which independence was tested
     lasting: bool  # False if all records were alike, so that the next batch must be tested anew
     steps: int = 0
 
@@ -85,7 +90,7 @@ class Certificate:
 Result = TypeVar("Result")
 Point = TypeVar("Point", int, int | None)
 
-_POINTS = range(3)
+POINTS = range(3)
 """Where gradients are compared, at the later ones after a near miss."""
 
 
@@ -100,21 +105,22 @@ def _nearly_right(wrong: dict[str, float]) -> bool:
     return all(off <= ROUGHLY for off in wrong.values())  # not so where one is nan
 
 
-def _refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
+def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
+    """What to raise for these gradients that are off."""
     kind = _NearMiss if _nearly_right(wrong) else NotCovered
     return kind(f"{where}{differs(wrong)}")
 
 
-def _clear_of_flips(points: Sequence[Point], attempt: Callable[[Point], Result]) -> Result:
-    """What the attempt gives at the first of these points where it is no near miss."""
+def clear_of_flips(points: Sequence[Point], test: Callable[[Point], Result]) -> Result:
+    """What the test returns at the first of these points where it is no near miss."""
     for point in points[:-1]:
         with suppress(_NearMiss):
-            return attempt(point)
-    return attempt(points[-1])
+            return test(point)
+    return test(points[-1])
 
 
 @contextmanager
-def _comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tensor]]:
+def comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tensor]]:
     """Put everything back after the passes inside; yields what they wrote.
 
     They run at one of several points in general position, or at the parameters as they are.
@@ -122,7 +128,7 @@ def _comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tenso
     at = nullcontext() if point is None else in_general_position(subject.params, seed=point)
     watched = restored(subject.params, subject.modules)
     quiet = warnings.catch_warnings()
-    with torch.random.fork_rng(), at, watched as changed, quiet:
+    with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(subject):
         # Reentrant checkpointing says so of every pass that is made without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         yield changed
@@ -135,7 +141,7 @@ def certify(
     _refuse_coupling_layers(subject)
     few = _few_records(subject, batch, size)
     room = max(size, capacity)
-    return _clear_of_flips(_POINTS, lambda point: _certified(subject, forms, few, room, point))
+    return clear_of_flips(POINTS, lambda point: _certified(subject, forms, few, room, point))
 
 
 def _certified(
@@ -143,7 +149,7 @@ def _certified(
 ) -> Certificate:
     """Certify at one point; a near miss is an answer at the last one only."""
     why_not: dict[str, str] = {}
-    with _comparable(subject, point):
+    with comparable(subject, point):
         subject, oracle = consulted(subject, few)
         evidence = Evidence(oracle.precision)
         if oracle.count == 0:
@@ -166,7 +172,7 @@ def _certified(
                 if moved and not form.alone:
                     raise NotCovered(moved)
             except NotCovered as refusal:
-                if isinstance(refusal, _NearMiss) and point != _POINTS[-1]:
+                if isinstance(refusal, _NearMiss) and point != POINTS[-1]:
                     raise
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
@@ -175,7 +181,16 @@ def _certified(
                 lasting = len(distinct(oracle.records)) > 1
                 buffers = subject.free_buffers
                 return Certificate(
-                    form, run, sites, buffers, largest, evidence, why_not, multiple, lasting
+                    form=form,
+                    run=run,
+                    sites=sites,
+                    free_buffers=buffers,
+                    largest=largest,
+                    evidence=evidence,
+                    why_not=why_not,
+                    multiple=multiple,
+                    sizes={largest},
+                    lasting=lasting,
                 )
     reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
     raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
@@ -185,7 +200,7 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
     """A few records that the loss accepts, different ones if it can be."""
     few = distinct_records(batch, size)
     try:
-        with _comparable(subject, None), WithoutRandomness(), torch.enable_grad():
+        with comparable(subject, None), WithoutRandomness(), torch.enable_grad():
             subject.loss(few)
     except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
         return own_records(batch, size)
@@ -203,12 +218,12 @@ def _certify_form(
         size = oracle.count
         try:
             with WithoutRandomness(), subject.rewound():
-                gradients = run(subject, oracle.records, size, size, sites)
+                gradients = run(subject, oracle.probe(size), size, size, sites)
                 wrong = compare(gradients, oracle, evidence)
         except Exception as error:  # the plain forward pass worked: another form may do
-            raise NotCovered(_reason(error)) from error
+            raise NotCovered(reason_of(error)) from error
         if wrong:
-            raise _refusal(wrong)
+            raise refusal(wrong)
     return run, sites
 
 
@@ -239,34 +254,31 @@ def _certify_sites(
         except Ambiguous as reason:
             last = str(reason)
             continue
-        wrong = _replayed(subject, oracle, sites, largest, evidence)
+        wrong = replayed(subject, oracle, sites, largest, evidence)
         if wrong:
-            raise _refusal(wrong, "in a larger batch ")
+            raise refusal(wrong, "in a larger batch ")
+        for draws in RARE_DRAWS if oracle.drew else ():
+            with suppress(Unforeseen):  # other operations at other draws: certified when they come
+                refuse_loud_gradients(subject, oracle, sites, draws)
         return sites
     raise NotCovered(f"no dimension could be told to be the batch: {last}")
 
 
-def _replayed(
+def replayed(
     subject: Subject, oracle: Oracle, sites: tuple[Site, ...], size: int, evidence: Evidence
 ) -> dict[str, float]:
     """The parameters whose gradients are off in a batch of `size`, and by how much.
 
-    Beside other records a record's norms must keep their bits: the way back may mix as well.
+    Beside other records a record's gradient must stay what it is: the way back may mix as well.
     """
-    quiet, program = _attempt(subject, oracle.probe(size), size, Replaying(sites, size))
-    wrong = compare(quiet, oracle, evidence)
-    if not _nearly_right(wrong) or quiet.losses.device.type != "cpu":
-        return wrong
-    others = beside_others(oracle.probe(size), loud=False)
-    mixed, ran = _attempt(subject, others, size, Replaying(sites, size))
-    for name, square in quiet.squares.items():
-        if not same_bits(square.estimate[::2], mixed.squares[name].estimate[::2]):
-            reason = _MIXED if ran == program else OTHER_PROGRAM
-            raise NotCovered(f"a record's gradient of {name} depends on its mates: {reason}")
+    run, batch = replaying(sites, size), oracle.probe(size)
+    quiet = run(subject, batch)
+    wrong = compare(quiet[0], oracle, evidence)
+    if _nearly_right(wrong):
+        beside = beside_neighbours(batch, size)
+        refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
+        refuse_loud_gradients(subject, oracle, sites)
     return wrong
-
-
-_MIXED = "samples are mixed on the way back; compute each record's loss from that record alone"
 
 
 def _sites(
@@ -284,7 +296,7 @@ def _sites(
         wrong: dict[str, float] = {}
         for size in (first, second):
             guide = Probing(size, flipped)
-            gradients, _ = _attempt(subject, oracle.probe(size), size, guide)
+            gradients, _ = attempt(subject, oracle.probe(size), size, guide)
             found.append(tuple(guide.sites))
             wrong |= compare(gradients, oracle, evidence)
         if found[0] != found[1]:
@@ -297,26 +309,7 @@ def _sites(
             for i, site in enumerate(found[0])
             if _is_flattened(site) and not wrong.keys().isdisjoint(site.parameters)
         )
-    raise _refusal(min(readings, key=lambda wrong: max(wrong.values())))
-
-
-def _attempt(
-    subject: Subject, batch: Batch, size: int, guide: Probing | Replaying
-) -> tuple[Gradients, int]:
-    """A traced pass, and a digest of the operations that ran."""
-    watched = guarded(subject.params, subject.modules, subject.free_buffers)
-    try:
-        with subject.rewound(), WithoutRandomness() as neutral, watched:
-            gradients = trace(subject.loss, subject.params, batch, size, size, guide)
-            return gradients, neutral.program
-    except (Refused, Ambiguous, Unforeseen):
-        raise
-    except Exception as error:  # the plain forward pass worked: the fault is the form's
-        raise NotCovered(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused) else without_numbers(error)
+    raise refusal(min(readings, key=lambda wrong: max(wrong.values())))
 
 
 def _is_flattened(site: Site) -> bool:
@@ -350,50 +343,3 @@ def _refuse_coupling_layers(subject: Subject) -> None:
                 )
             if isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)
-
-
-# --- after certification ------------------------------------------------------------------------
-
-
-def extend(
-    certificate: Certificate, subject: Subject, batch: Batch, size: int, capacity: int = 0
-) -> None:
-    """Test a larger batch than any before it, at the cost of one pass and a few single ones."""
-    padded = certificate.padded(max(size, capacity))
-    _retest(certificate, subject, distinct_records(batch, size), padded, _POINTS)
-    certificate.largest = padded
-
-
-def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
-    """Test a few of this batch's records again, at the parameters as they are now."""
-    few = distinct_records(batch, size, most=2)
-    _retest(certificate, subject, few, certificate.padded(size), [None, *_POINTS[1:]])
-
-
-def _retest(
-    certificate: Certificate,
-    subject: Subject,
-    few: Batch,
-    padded: int,
-    points: Sequence[int | None],
-) -> None:
-    def at(point: int | None) -> None:
-        _retest_at(certificate, subject, few, padded, point)
-
-    _clear_of_flips(points, at)
-
-
-def _retest_at(
-    certificate: Certificate, subject: Subject, few: Batch, padded: int, point: int | None
-) -> None:
-    with _comparable(subject, point):
-        oracle = consult(subject, few)
-        if oracle.count == 0:
-            return
-        moved = check_independence(Passes(subject, oracle), [padded], certificate.evidence)
-        if moved and not certificate.form.alone:
-            raise Refused(moved)
-        if certificate.form.replays:
-            wrong = _replayed(subject, oracle, certificate.sites, padded, certificate.evidence)
-            if wrong:
-                raise _refusal(wrong, "in a larger batch ")

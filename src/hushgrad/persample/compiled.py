@@ -29,7 +29,7 @@ from hushgrad.persample.factors import Use
 from hushgrad.persample.gradients import Gradients, Key
 from hushgrad.persample.gram import Rough, sharing_rows
 from hushgrad.persample.oracle import Precision, apart, differs
-from hushgrad.persample.probes import beside_others
+from hushgrad.persample.probes import beside_others, replaced
 from hushgrad.persample.settled import Stacked, settle
 from hushgrad.persample.sites import Replaying, Site, Unforeseen
 from hushgrad.persample.subject import Subject
@@ -165,13 +165,14 @@ class Compiled:
         wrong = apart(own, traced, self._precision)
         if wrong:
             raise NotCovered(f"of the compiled program {differs(wrong, 'from the traced pass')}")
-        mixed = run(beside_others(batch, loud=False), padded)
-        if not _same_bits(own, mixed, [*range(0, padded, 2)]):
+        places = replaced(padded)
+        mixed = run(beside_others(batch, places, loud=False), padded)
+        if not _same_bits(own, mixed, (~places).nonzero().flatten().tolist()):
             raise NotCovered("in the compiled program a record's bits depend on its mates")
         for size in () if drew else self._sizes | {padded}:  # draws differ from place to place
-            places = [(i + VECTOR) % padded for i in range(size)]
-            moved = run(records.take(batch, places), size)
-            if not _same_bits(own, moved, places, [*range(size)]):
+            shifted = [(i + VECTOR) % padded for i in range(size)]
+            moved = run(records.take(batch, shifted), size)
+            if not _same_bits(own, moved, shifted, [*range(size)]):
                 raise NotCovered("in compiled programs a record's bits depend on their number")
         self._sizes.add(padded)
 

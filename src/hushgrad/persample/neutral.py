@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -13,21 +14,59 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hushgrad.persample.generators import GlobalGenerators
 from hushgrad.types import Params
 
 
-class WithoutRandomness(TorchDispatchMode):
-    """Replace every random draw by a quantile of it: by its median, dropout keeps all.
+@dataclass(frozen=True)
+class Seed:
+    """Random draws that are drawn at random, each by itself from a fixed seed."""
 
-    A mode at this level also sees draws inside backward passes and recomputed activations.
+    number: int
+
+
+Draws = float | Seed
+"""What random draws come out as: all at one quantile, or as a seed says."""
+
+MEDIAN = 0.5
+
+
+class WithoutRandomness(TorchDispatchMode):
+    """Replace every random draw by what `draws` says: by its median, dropout keeps all.
+
+    A mode at this level also sees draws inside backward passes and recomputed activations; Python's
+    and NumPy's generators are set beside it.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
     `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
 
-    def __init__(self, quantile: float = 0.5) -> None:
+    def __init__(self, draws: Draws = MEDIAN) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = _draws_at(quantile)
+        self._draws = draws
         self.narrowest, self.drew, self.program = torch.float64, False, 0
+
+    def __enter__(self) -> WithoutRandomness:
+        self._others = GlobalGenerators()
+        self._start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.drew |= self._others.moved()
+        self._others.restore()
+
+    def restart(self) -> None:
+        """Let another pass draw what the first one did."""
+        self.drew |= self._others.moved()
+        self._start()
+
+    def _start(self) -> None:
+        self._number = 0
+        if isinstance(self._draws, Seed):
+            self._others.start(None, self._draws.number)
+        else:
+            self._others.start(self._draws, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,26 +80,57 @@ class WithoutRandomness(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        draw = self._draws.get(func.overloadpacket)
+        own = kwargs.pop("generator", None)
+        self._number += 1
+        draw = self._table().get(func.overloadpacket)
         if draw is not None:
             self.drew = True
-            return draw(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
-        # Anything rarer starts from one seed at each call: the same draw for the same shape.
+            found = draw(*args, **kwargs)
+            if not isinstance(self._draws, Seed) or _is_single(found):
+                return found
+        if own is not None:  # the caller's stays where it is
+            kwargs["generator"] = torch.Generator(own.device).manual_seed(self._seed())
         with torch.random.fork_rng(devices=[]):
-            before = _seeded() if kwargs.get("generator") is None else None
+            before = _seeded(self._seed()) if own is None else None
             result = func(*args, **kwargs)
             # Fused attention, for one, draws nothing where it has no dropout.
             self.drew |= before is None or not torch.equal(before, torch.get_rng_state())
             return result
 
+    def _seed(self) -> int:
+        """At a quantile, what has none starts from one seed: the same draw for the same shape."""
+        return self._draws.number * 2**20 + self._number if isinstance(self._draws, Seed) else 0
 
-def _seeded() -> Tensor | None:
+    def _table(self) -> dict[Any, Callable[..., Any]]:
+        """What draws come out as; a single number, where they are random, as one of all strata."""
+        if not isinstance(self._draws, Seed):
+            return _draws_at(self._draws)
+        return _draws_at((_order(self._number)[self._draws.number % STRATA] + 0.5) / STRATA)
+
+
+STRATA = 24
+"""So many seeds in turn meet every share of this size of what one number can be drawn as."""
+
+
+@functools.lru_cache(maxsize=256)
+def _order(number: int) -> list[int]:
+    """In which order seeds meet the strata in one of a pass's draws."""
+    generator = torch.Generator().manual_seed(number)
+    order: list[int] = torch.randperm(STRATA, generator=generator).tolist()
+    return order
+
+
+def _is_single(drawn: Any) -> bool:
+    return isinstance(drawn, Tensor) and drawn.numel() == 1
+
+
+def _seeded(seed: int) -> Tensor | None:
     """Seed all generators; returns the processor's state where it has the only one."""
     if torch.accelerator.is_available():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return None
     # `torch.manual_seed` also leaves a note for devices to come, which takes milliseconds.
-    torch.default_generator.manual_seed(0)
+    torch.default_generator.manual_seed(seed)
     return torch.get_rng_state()
 
 
@@ -79,6 +149,17 @@ def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
         low, high = bounds if len(bounds) == 2 else (0, *bounds) if bounds else (0, 2**24)
         return int(low + q * (high - low))
 
+    def below(dtype: torch.dtype) -> float:
+        """A draw from 0 to 1 is below 1 also where the quantile would be rounded to it."""
+        return min(q, 1 - torch.finfo(dtype).eps / 2)
+
+    def rand(size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        dtype = dtype or torch.get_default_dtype()
+        return torch.full(size, below(dtype), dtype=dtype, **kwargs)
+
+    def rand_like(x: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return torch.full_like(x, below(dtype or x.dtype), dtype=dtype, **kwargs)
+
     def bernoulli_(x: Tensor, p: Any = 0.5) -> Tensor:
         return x.copy_(chance(p)) if isinstance(p, Tensor) else x.fill_(chance(p))
 
@@ -96,14 +177,14 @@ def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
     return {
         aten.bernoulli_: bernoulli_,
         aten.bernoulli: lambda x, p=None: bernoulli_(torch.empty_like(x), x if p is None else p),
-        aten.uniform_: lambda x, low=0.0, high=1.0: x.fill_(low + q * (high - low)),
+        aten.uniform_: lambda x, low=0.0, high=1.0: x.fill_(low + below(x.dtype) * (high - low)),
         aten.normal_: lambda x, mean=0.0, std=1.0: x.fill_(mean + z * std),
         aten.exponential_: lambda x, rate=1.0: x.fill_(-math.log1p(-q) / rate),
         aten.random_: lambda x, *bounds: x.fill_(whole(*bounds)),
-        aten.rand: lambda size, **kwargs: torch.full(size, q, **kwargs),
+        aten.rand: rand,
         aten.randn: lambda size, **kwargs: torch.full(size, z, **kwargs),
         aten.randint: lambda *args, **kwargs: torch.full(args[-1], whole(*args[:-1]), **kwargs),
-        aten.rand_like: lambda x, **kwargs: torch.full_like(x, q, **kwargs),
+        aten.rand_like: rand_like,
         aten.randn_like: lambda x, **kwargs: torch.full_like(x, z, **kwargs),
         aten.randint_like: lambda x, *bounds, **kw: torch.full_like(x, whole(*bounds), **kw),
         aten.native_dropout: native_dropout,

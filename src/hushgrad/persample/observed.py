@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hushgrad.persample import records
+from hushgrad.persample.constants import opened
 from hushgrad.persample.neutral import WithoutRandomness
-from hushgrad.persample.probes import beside_others
+from hushgrad.persample.probes import beside_others, replaced
 from hushgrad.persample.watch import guarded, restored, same_bits
 from hushgrad.types import Batch, Refused
 
@@ -33,6 +34,7 @@ def observe(
     size = records.count(batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
+    batch, _ = opened(batch)
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
     with torch.no_grad(), guarded({}, modules):
@@ -44,15 +46,16 @@ def observe(
 
 def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Module]) -> None:
     size = records.count(batch)
+    places = replaced(size)
 
     def kept(batch: Batch) -> Tensor:
         with WithoutRandomness(), restored({}, modules):
-            return _called(values, batch, size)[::2]
+            return _called(values, batch, size)[~places]
 
-    expected, found = kept(batch), [kept(beside_others(batch, loud=False))]
+    expected, found = kept(batch), [kept(beside_others(batch, places, loud=False))]
     # Loud records show a coupling that a yes or no would hide; a function may refuse them.
     with suppress(Exception):
-        found.append(kept(beside_others(batch, loud=True)))
+        found.append(kept(beside_others(batch, places, loud=True)))
     if not all(same_bits(expected, other) for other in found):
         raise Refused(
             "expected a watched value that depends on its own record alone, got one that changes "

@@ -12,7 +12,8 @@ from torch import Tensor
 from hushgrad.persample import records
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
-from hushgrad.persample.neutral import WithoutRandomness, in_general_position
+from hushgrad.persample.neutral import MEDIAN, Draws, WithoutRandomness, in_general_position
+from hushgrad.persample.probes import irregular
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.watch import guarded, restored
 from hushgrad.processes import no_wrapper_called
@@ -76,7 +77,7 @@ class Oracle:
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     precision: Precision
-    quantile: float = 0.5  # of every random draw
+    draws: Draws = MEDIAN
     drew: bool = False  # did the loss draw any?
     wrote: bool = False  # did a run leave a parameter or buffer with other bits?
 
@@ -94,8 +95,12 @@ class Oracle:
         }
 
     def probe(self, size: int) -> Batch:
-        """A batch of `size` records that repeats the few in turn."""
-        return records.take(self.records, [i % self.count for i in range(size)])
+        """A batch of `size` records that repeats the few."""
+        return records.take(self.records, self.places(size).tolist())
+
+    def places(self, size: int) -> Tensor:
+        """Which of the few stands at each place of a probe."""
+        return irregular(self.count, size)
 
 
 def consult(subject: Subject, few: Batch) -> Oracle:
@@ -104,22 +109,22 @@ def consult(subject: Subject, few: Batch) -> Oracle:
     Records without a finite loss and gradient are left out: they can be compared with nothing,
     and an error that one of them caused would tell that it is there.
     """
-    return _consult(subject, few, 0.5, backward=True)
+    return _consult(subject, few, MEDIAN, backward=True)
 
 
-def view(subject: Subject, oracle: Oracle, quantile: float) -> Oracle:
-    """The losses of the same records, where every draw comes out at another quantile."""
-    return _consult(subject, oracle.records, quantile, backward=False)
+def view(subject: Subject, few: Batch, draws: Draws) -> Oracle:
+    """The losses of the same records at other draws."""
+    return _consult(subject, few, draws, backward=False)
 
 
-def _consult(subject: Subject, few: Batch, quantile: float, backward: bool) -> Oracle:
-    neutral = WithoutRandomness(quantile)
+def _consult(subject: Subject, few: Batch, draws: Draws, backward: bool) -> Oracle:
+    neutral = WithoutRandomness(draws)
     with neutral, guarded(subject.params, subject.modules, subject.free_buffers):
-        alone, wrote = _each_alone(subject, few, backward)
+        alone, wrote = _each_alone(subject, few, backward, neutral)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
-    oracle = Oracle(kept, losses, gradients, COARSE, quantile, neutral.drew, wrote)
+    oracle = Oracle(kept, losses, gradients, COARSE, draws, neutral.drew, wrote)
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
     precision = _blurred(subject, oracle, neutral.narrowest, backward)
@@ -129,11 +134,14 @@ def _consult(subject: Subject, few: Batch, quantile: float, backward: bool) -> O
 Alone = list[tuple[Tensor, dict[str, Tensor | None]]]
 
 
-def _each_alone(subject: Subject, few: Batch, backward: bool) -> tuple[Alone, bool]:
+def _each_alone(
+    subject: Subject, few: Batch, backward: bool, neutral: WithoutRandomness
+) -> tuple[Alone, bool]:
     """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
     alone, wrote = [], False
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
+        neutral.restart()
         with restored(subject.params, subject.modules) as changed, no_wrapper_called():
             run = one_record(subject.loss, subject.params, record, copies, backward=backward)
             alone.append(run)
@@ -148,8 +156,8 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
 def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
     shift = in_general_position(subject.params, by=torch.finfo(dtype).eps / 2)
-    with shift, WithoutRandomness(oracle.quantile):
-        shifted, _ = _each_alone(subject, oracle.records, backward)
+    with shift, WithoutRandomness(oracle.draws) as neutral:
+        shifted, _ = _each_alone(subject, oracle.records, backward, neutral)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
         whole = COARSE.floor * _whole_norm(oracle.gradients[i])
@@ -195,7 +203,7 @@ def compare(gradients: Gradients, oracle: Oracle, evidence: Evidence) -> dict[st
     """The parameters whose gradients are off, and by how much; if none, add to the evidence."""
     exact = oracle.norms
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
-    turn = torch.arange(gradients.batch) % oracle.count
+    turn = oracle.places(gradients.batch)
     precision, floor = oracle.precision, oracle.precision.floor * total
     errors = _vector_errors(gradients, oracle, exact, floor)
     for name, square in gradients.squares.items():
@@ -233,7 +241,7 @@ def _vector_errors(
     """Compare the gradients themselves: one random combination of all of them tells."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(gradients.batch, generator=generator, dtype=torch.float64)
-    turn = torch.arange(gradients.batch) % oracle.count
+    turn = oracle.places(gradients.batch)
     share = torch.zeros(oracle.count, dtype=torch.float64).index_add_(0, turn, weights)
     sums = gradients.weighted_sum(dict.fromkeys(exact, weights.to(gradients.losses.device)))
     errors = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,38 @@ def _joined(own: Batch, repeated: Batch, generator: torch.Generator) -> Batch:
     return records.map_tensors(lambda x: torch.cat([x, next(varied)]), own)
 
 
+@functools.lru_cache(maxsize=256)
+def irregular(count: int, size: int) -> Tensor:
+    """Which of `count` records stands at each of `size` places, as often as any other.
+
+    Without a period: a model that mixes records at some distance, half of the batch, say, would
+    meet the same record again there. The first and the last differ, which some models compare.
+    """
+    generator = torch.Generator().manual_seed(size)
+    turns = [torch.randperm(count, generator=generator) for _ in range(-(-size // count))]
+    places = torch.cat(turns)[:size]
+    if count > 1 and places[0] == places[-1]:
+        other = int((places != places[0]).nonzero()[-1])
+        places[[other, -1]] = places[[-1, other]]
+    return places
+
+
+@functools.lru_cache(maxsize=256)
+def replaced(size: int, variant: int = 0) -> Tensor:
+    """Which half of the places gets other records, without a period.
+
+    Variants 0 and 1 are complements: of any two places that one of them parts, each sees the
+    other's record replaced once. Of the first and the last these are such.
+    """
+    generator = torch.Generator().manual_seed(size + (variant // 2 << 32))
+    places = torch.zeros(size, dtype=torch.bool)
+    places[torch.randperm(size, generator=generator)[: size // 2]] = True
+    if size > 1 and places[0] == places[-1]:
+        other = int((places != places[0]).nonzero()[0])
+        places[[other, -1]] = places[[-1, other]]
+    return places if bool(places[0]) == bool(variant % 2) else ~places
+
+
 def variations(batch: Batch, seed: int) -> Batch:
     """Every record different from what it is; some may be none that the loss accepts."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,45 +122,58 @@ def _vary(x: Tensor, generator: torch.Generator, *, by: float = 0.1) -> Tensor:
 _LOUDNESS = (1.0, -30.0, 1e3, -1e6)  # the loudest turns the sign of every sum over the batch
 
 
-def beside_others(batch: Batch, *, loud: bool) -> Batch:
-    """The batch with every second record replaced by its neighbour, the loud ones multiplied."""
-    factors = [_LOUDNESS[i // 2 % len(_LOUDNESS)] for i in range(records.count(batch))]
+def loudness(places: Tensor) -> Tensor:
+    """What the records at these places are multiplied by, and 1 elsewhere."""
+    factors = torch.ones(len(places))
+    count = int(places.sum())
+    factors[places] = torch.tensor(_LOUDNESS).repeat(-(-count // len(_LOUDNESS)))[:count]
+    return factors
+
+
+def beside_others(batch: Batch, places: Tensor | None = None, *, loud: bool) -> Batch:
+    """The batch with the records at these places replaced by neighbours, the loud multiplied."""
+    places = _or_half(batch, places)
+    factors = loudness(places)
 
     def neighbour(x: Tensor) -> Tensor:
         other = x.roll(1, 0)
         if not loud or not x.is_floating_point():
             return other
-        factor = torch.tensor(factors).to(x.device, x.dtype)
+        factor = factors.to(x.device, x.dtype)
         return other * factor.view(-1, *[1] * (x.dim() - 1))
 
-    return _beside(batch, records.map_tensors(neighbour, batch))
+    return _beside(batch, places, records.map_tensors(neighbour, batch))
 
 
-def beside_nan(batch: Batch) -> Batch:
-    """The batch with every second record not a number: what they touch at all is none either."""
+def beside_nan(batch: Batch, places: Tensor | None = None) -> Batch:
+    """The batch with nan in the records at these places: what they touch at all is nan, too."""
     return _beside(
         batch,
+        _or_half(batch, places),
         records.map_tensors(
             lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x, batch
         ),
     )
 
 
-def beside_variations(batch: Batch) -> Batch:
-    """The batch with every second record varied, also in what all of them have in common.
+def beside_variations(batch: Batch, places: Tensor | None = None) -> Batch:
+    """The batch with the records at these places varied, also in what all have in common.
 
     Such is a mask that leaves nothing out in these records, and will in others.
     """
-    return _beside(batch, variations(batch, seed=0))
+    return _beside(batch, _or_half(batch, places), variations(batch, seed=0))
 
 
-def _beside(batch: Batch, others: Batch) -> Batch:
-    """Every second record from others."""
-    odd = torch.arange(records.count(batch)) % 2 == 1
-    mates = iter(records.tensors(others))
+def _or_half(batch: Batch, places: Tensor | None) -> Tensor:
+    return replaced(records.count(batch)) if places is None else places
 
-    def replaced(x: Tensor) -> Tensor:
-        place = odd.to(x.device).view(-1, *[1] * (x.dim() - 1))
-        return torch.where(place, next(mates), x)
 
-    return records.map_tensors(replaced, batch)
+def _beside(batch: Batch, places: Tensor, others: Batch) -> Batch:
+    """The records at these places from others."""
+    incoming = iter(records.tensors(others))
+
+    def chosen(x: Tensor) -> Tensor:
+        place = places.to(x.device).view(-1, *[1] * (x.dim() - 1))
+        return torch.where(place, next(incoming), x)
+
+    return records.map_tensors(chosen, batch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -48,9 +50,38 @@ class Subject:
                 self.loss(zeros_like(batch))
 
 
-def contents(cell: CellType) -> Any:
+def _contents(cell: CellType) -> Any:
     """What a function closes over."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return None
+
+
+def held_by(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
+    """A callable's code and what it refers to: closure, defaults, globals, bound object, parts."""
+    if id(loss) in seen:
+        return []
+    seen |= {id(loss)}
+    if isinstance(loss, functools.partial):
+        return [*held_by(loss.func, seen), *loss.args, *loss.keywords.values()]
+    if dataclasses.is_dataclass(loss) and not isinstance(loss, nn.Module | type):
+        # A value: made anew at each step it must hit, as a lambda does. Its attributes count, too.
+        fields = {field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)}
+        parts = (fields | getattr(loss, "__dict__", {})).values()
+        inner = [held_by(x, seen) if isinstance(x, FunctionType) else [x] for x in parts]
+        return [type(loss), *(x for part in inner for x in part)]
+    function = getattr(loss, "__func__", loss)
+    code = getattr(function, "__code__", None)
+    if code is None:  # a module, or another object that can be called
+        own = {} if isinstance(loss, nn.Module) else getattr(loss, "__dict__", {})
+        return [loss, *own.values()]
+    cells = [_contents(cell) for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    known = function.__globals__
+    names = [known[name] for name in code.co_names if name in known]
+    bound = [loss.__self__] if function is not loss else []
+    found = (*cells, *defaults, *names)
+    inner = [held for x in found if isinstance(x, FunctionType) for held in held_by(x, seen)]
+    plain = [x for x in found if not isinstance(x, FunctionType)]
+    return [code, *bound, *plain, *inner]

@@ -22,6 +22,7 @@ from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, smoothed
+from hushgrad.nested import leaves_of
 from hushgrad.penalties import Constants
 from hushgrad.persample import check_optimizer
 from hushgrad.persample.observed import Values, observe
@@ -59,7 +60,7 @@ class Run:
         plan: Plan,
         memory: Memory,
         execution: Execution,
-        keep: Keep = _NOTHING,
+        constants: Constants,
     ) -> None:
         self.plan = plan
         self.readings: list[Reading] = []
@@ -74,8 +75,7 @@ class Run:
         self._unused = 0
         self._finished = False
         self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
-        followers = [thing for thing in keep.values() if isinstance(thing, nn.Module)]
-        self._constants = Constants((model, *followers))
+        self._constants = constants
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
@@ -380,7 +380,10 @@ def train(
         plan=plan,
         memory=memory,
         execution=execution,
-        keep=keep,
+        constants=Constants(
+            (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
+            private=() if loader is None else leaves_of(loader.columns),
+        ),
     )
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.admission import (
+    batches_of,
     loader_of,
     needs_rng,
     require_first_order,
     require_folder_allowed,
     require_kind,
 )
-from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.drawn import Drawn
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
@@ -31,7 +31,6 @@ from hushgrad.points import move
 from hushgrad.randomness import own_randomness
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
-from hushgrad.sampling import Draws, Loader, Stated
 from hushgrad.snapshot import Snapshot
 from hushgrad.step import Pass, Round, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
@@ -376,7 +375,7 @@ def train(
     return Run(
         model,
         optimizer,
-        _batches(loader, plan, memory),
+        batches_of(loader, plan, memory.sampling),
         plan=plan,
         memory=memory,
         execution=execution,
@@ -384,20 +383,6 @@ def train(
             (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
             private=() if loader is None else leaves_of(loader.columns),
         ),
-    )
-
-
-def _batches(
-    loader: Loader | None, plan: Plan, memory: Memory
-) -> Callable[[range], Iterator[Batch]]:
-    sampling = plan.sampling
-    if isinstance(sampling, Stated):
-        return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
-    alike = all(stage.sampling == sampling for stage, _ in plan.stages)
-    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
-    assert isinstance(scheme, Draws) and loader is not None
-    return lambda steps: loader.batches(
-        scheme, num_records=plan.records, steps=steps, rng=memory.sampling
     )
 
 

@@ -130,7 +130,7 @@ def test_readings_have_the_noise_that_is_stated() -> None:
     run = hg.train(
         net,
         torch.optim.SGD(net.parameters(), lr=0.0),
-        (torch.zeros(1, 6),),
+        (torch.zeros(400, 6),),
         plan=plan,
         rng=Rng.fixed(0),
     )

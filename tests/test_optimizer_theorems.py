@@ -292,6 +292,8 @@ def test_lambs_epsilon_is_off_by_the_trust_ratios_part_of_it() -> None:
         kept: list[Optimizer] = []
 
         def make(net: nn.Module, own: float = own, kept: list[Optimizer] = kept) -> Optimizer:
+            for p in net.parameters():
+                p.requires_grad_(p is net[0].weight)
             kept.append(Lamb([net[0].weight], lr=0.02, eps=own))
             return kept[0]
 

@@ -389,6 +389,17 @@ def test_a_penalty_that_reads_a_moved_batch_is_refused() -> None:
         case.run.step(case.loss, moved, penalty=lambda: moved[0].mean() * case.net.one.weight.sum())
 
 
+@pytest.mark.parametrize("kind", ["tensors", "arrays"])
+def test_a_penalty_that_reads_the_data_set_is_refused(kind: str) -> None:
+    net, columns = Net(), data()
+    records = columns if kind == "tensors" else tuple(x.numpy() for x in columns)
+    plan = hg.plan(records=RECORDS, batch=20, epochs=1, delta=1e-4, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = hg.train(net, optimizer, records, plan=plan, rng=Rng.from_os())
+    with pytest.raises(Refused, match="one that reads the data set"):
+        run.step(loss_of(net), next(iter(run)), penalty=lambda: net(columns[0]).square().mean())
+
+
 @pytest.mark.parametrize("kind", ["new at each step", "updated"])
 def test_a_tensor_computed_from_batches_is_refused_at_the_second_step(kind: str) -> None:
     case, weight = Case(), None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.plan import Plan
-from hushgrad.sampling import Loader, Stated
-from hushgrad.types import Refused, Relation
+from hushgrad.rng import Rng
+from hushgrad.sampling import Draws, Loader, Stated
+from hushgrad.types import Batch, Refused, Relation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,3 +100,14 @@ def _compare_records(found: int, plan: Plan) -> None:
             "pass the public number of records to hg.plan",
             stacklevel=4,
         )
+
+
+def batches_of(loader: Loader | None, plan: Plan, rng: Rng) -> Callable[[range], Iterator[Batch]]:
+    """The batches of a range of steps, drawn as the plan accounts for them."""
+    sampling = plan.sampling
+    if isinstance(sampling, Stated):
+        return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
+    alike = all(stage.sampling == sampling for stage, _ in plan.stages)
+    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
+    assert isinstance(scheme, Draws) and loader is not None
+    return lambda steps: loader.batches(scheme, num_records=plan.records, steps=steps, rng=rng)

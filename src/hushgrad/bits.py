@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 509  # prime, so that entries a power of two apart do not count alike
+_WEIGHTS = 2**14
 _FEW = 1024  # entries
 _KNOWN_TO_NUMPY = (torch.float32, torch.float64, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,10 +56,10 @@ def _digest(x: Tensor) -> Tensor:
     whole = flat.numel() * size // 8 * 8 // size
     words = flat[:whole].view(torch.int64)
     weights = _weights(x.device)
-    rows = len(words) // _COLUMNS * _COLUMNS
+    rows = 0 if len(words) <= _WEIGHTS else len(words) // _COLUMNS * _COLUMNS
     found = (words[rows:] * weights[: len(words) - rows]).sum()
     if rows:
-        found += (words[:rows].view(-1, _COLUMNS).sum(0) * weights).sum()
+        found += (words[:rows].view(-1, _COLUMNS).sum(0) * weights[:_COLUMNS]).sum()
     if whole < len(flat):
         rest = flat[whole:].view(_INTEGERS[size])
         found += (rest * weights[: len(rest)]).sum()
@@ -77,6 +78,6 @@ def _in_memory_order(x: Tensor) -> Tensor:
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers, so that none makes a bit vanish."""
-    generator = torch.Generator().manual_seed(509)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_COLUMNS,), generator=generator)
+    generator = torch.Generator().manual_seed(_COLUMNS)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator)
     return (drawn | 1).to(device)

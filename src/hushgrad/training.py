@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.admission import (
+    batches_of,
     loader_of,
     needs_rng,
     require_first_order,
     require_folder_allowed,
     require_kind,
 )
-from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.drawn import Drawn
 from hushgrad.execution import Execution
 from hushgrad.guarantee import Guarantee
 from hushgrad.ledger import Budget, Entry
 from hushgrad.metrics import NAME, Reading, packed, smoothed, unpacked
+from hushgrad.nested import leaves_of
 from hushgrad.penalties import Constants
 from hushgrad.persample import check_optimizer, forget_structure
 from hushgrad.persample.observed import Values, observe
@@ -32,7 +33,6 @@ from hushgrad.processes import refuse_wrapped, require_one_process
 from hushgrad.randomness import own_randomness
 from hushgrad.resuming import Keep, Memory, none, remembered
 from hushgrad.rng import Rng
-from hushgrad.sampling import Draws, Loader, Stated
 from hushgrad.snapshot import Snapshot
 from hushgrad.step import Pass, Round, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
@@ -61,7 +61,7 @@ class Run:
         plan: Plan,
         memory: Memory,
         execution: Execution,
-        keep: Keep = _NOTHING,
+        constants: Constants,
     ) -> None:
         self.plan = plan
         self.readings: list[Reading] = []
@@ -76,8 +76,7 @@ class Run:
         self._unused = 0
         self._finished = False
         self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
-        followers = [thing for thing in keep.values() if isinstance(thing, nn.Module)]
-        self._constants = Constants((model, *followers))
+        self._constants = constants
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
@@ -382,25 +381,14 @@ def train(
     return Run(
         model,
         optimizer,
-        _batches(loader, plan, memory),
+        batches_of(loader, plan, memory.sampling),
         plan=plan,
         memory=memory,
         execution=execution,
-        keep=keep,
-    )
-
-
-def _batches(
-    loader: Loader | None, plan: Plan, memory: Memory
-) -> Callable[[range], Iterator[Batch]]:
-    sampling = plan.sampling
-    if isinstance(sampling, Stated):
-        return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
-    alike = all(stage.sampling == sampling for stage, _ in plan.stages)
-    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
-    assert isinstance(scheme, Draws) and loader is not None
-    return lambda steps: loader.batches(
-        scheme, num_records=plan.records, steps=steps, rng=memory.sampling
+        constants=Constants(
+            (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
+            private=() if loader is None else leaves_of(loader.columns),
+        ),
     )
 
 

@@ -22,7 +22,9 @@ from hushgrad.persample import records
 from hushgrad.persample.compiled import VECTOR
 from hushgrad.persample.forms import Form, Run, traced
 from hushgrad.persample.generators import own_generators_unused
+from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.independence import (
+    LARGEST_MULTIPLE,
     Passes,
     check_independence,
     multiple_for,
@@ -37,6 +39,7 @@ from hushgrad.persample.oracle import (
     differs,
     refuse_unreached,
 )
+from hushgrad.persample.places import MovingBits, refuse_moving_bits
 from hushgrad.persample.probes import (
     distinct,
     distinct_records,
@@ -159,16 +162,15 @@ def _certified(
             )
         refuse_unreached(subject, oracle)
         passes = Passes(subject, oracle)
-        multiple = multiple_for(passes, size)
+        least = multiple_for(passes, size)
         if any(form.compiles for form in forms):
-            multiple = _coarse(multiple, size)
-        largest = records.padded_size(size, multiple)
-        sizes = (*probe_sizes(subject.params, few), largest)
+            least = _coarse(least, size)
+        sizes = (*probe_sizes(subject.params, few), records.padded_size(size, least))
         moved = check_independence(passes, sizes, evidence)
         for form in forms:
             _log.info("certifying the form %s", form)
             try:
-                run, sites = _certify_form(form, subject, oracle, largest, evidence)
+                run, sites, multiple = _certify_form(form, passes, size, least, evidence)
                 if moved and not form.alone:
                     raise NotCovered(moved)
             except NotCovered as refusal:
@@ -179,12 +181,12 @@ def _certified(
                 why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
             else:
                 lasting = len(distinct(oracle.records)) > 1
-                buffers = subject.free_buffers
+                largest = records.padded_size(size, multiple)
                 return Certificate(
                     form=form,
                     run=run,
                     sites=sites,
-                    free_buffers=buffers,
+                    free_buffers=subject.free_buffers,
                     largest=largest,
                     evidence=evidence,
                     why_not=why_not,
@@ -208,22 +210,51 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
 
 
 def _certify_form(
-    form: Form, subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
+    form: Form, passes: Passes, size: int, least: int, evidence: Evidence
+) -> tuple[Run, tuple[Site, ...], int]:
+    """Certify a form, with the multiple of records at which their gradients keep their bits."""
+    multiple = least
+    while True:
+        try:
+            run, sites = _certify_at(form, passes.subject, passes.oracle, size, multiple, evidence)
+        except MovingBits:
+            multiple *= 2
+            if multiple > LARGEST_MULTIPLE:
+                raise
+        else:
+            return run, sites, multiple
+
+
+def _certify_at(
+    form: Form, subject: Subject, oracle: Oracle, size: int, multiple: int, evidence: Evidence
 ) -> tuple[Run, tuple[Site, ...]]:
-    sites = _certify_sites(subject, oracle, largest, evidence) if form.replays else ()
+    largest = records.padded_size(size, multiple)
+    sites: tuple[Site, ...] = ()
+    if form.replays:
+        sites = _certify_sites(subject, oracle, largest, evidence)
+        refuse_moving_bits(
+            oracle,
+            lambda batch, n: replaying(sites, n)(subject, batch)[0],
+            largest,
+            multiple,
+        )
     run = form.start(oracle.precision)
+
+    def alone(batch: Batch, n: int) -> Gradients:
+        try:
+            with WithoutRandomness(), subject.rewound():
+                return run(subject, batch, n, n, sites)
+        except Exception as error:  # the plain forward pass worked: another form may do
+            raise NotCovered(reason_of(error)) from error
+
     if form.compiles:
         run(subject, oracle.probe(largest), largest, largest, sites)
     elif form is not traced:
-        size = oracle.count
-        try:
-            with WithoutRandomness(), subject.rewound():
-                gradients = run(subject, oracle.probe(size), size, size, sites)
-                wrong = compare(gradients, oracle, evidence)
-        except Exception as error:  # the plain forward pass worked: another form may do
-            raise NotCovered(reason_of(error)) from error
+        wrong = compare(alone(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
             raise refusal(wrong)
+        if not form.replays and not form.alone:
+            refuse_moving_bits(oracle, alone, largest, multiple)
     return run, sites
 
 

@@ -29,6 +29,8 @@ EXTREMES = ((2.0**-24, 0.01), (1 - 2.0**-24, 0.99))
 SOME_SEEDS = 4  # at a later test
 SEEDS = range(STRATA)  # one option of five, drawn by a vector, is missed 1 time in 200
 _MULTIPLES = (MULTIPLE, 2 * MULTIPLE, 4 * MULTIPLE)
+LARGEST_MULTIPLE = _MULTIPLES[-1]
+"""A batch is filled up to a multiple of at most this many records."""
 _VARIATIONS = 3  # of 24 records; one of them overlooked a kernel's end 1 time in 20
 
 

@@ -31,7 +31,8 @@ _NEIGHBOURS = {
 _ASSUMPTIONS = (
     "one record is the unit of privacy",
     "independence of records: tested, not proved",
-    "rounding in a sum: measured below 0.1 % of the bound",
+    "rounding in a sum over records: proved below 0.4 % of the bound, which the noise covers",
+    "a record keeps its bits beside any others, in every block of a batch: tested, not proved",
     "a record whose gradient is NaN or infinite contributes nothing, and nobody is told how many",
 )
 _NOT_COUNTED = (

@@ -492,6 +492,13 @@ def copies(machine: Protocol) -> None:
         resumed(machine, which=which, arithmetic=which)
 
 
+def copies_made_before_the_first_step(machine: Protocol) -> None:
+    machine.start(own=machine.folders[0].own, steps=0, fuse=None)
+    machine.copy(which=1)
+    for which in (1, 2):
+        resumed(machine, which=which, arithmetic=which)
+
+
 def copies_of_a_run_that_ends(machine: Protocol) -> None:
     machine.copy(which=0)
     machine.end(which=0, fuse=None)
@@ -527,6 +534,7 @@ def kills(machine: Protocol) -> None:
         one_that_reads_and_one_that_ends,
         one_that_reads_and_one_that_goes_on,
         copies,
+        copies_made_before_the_first_step,
         copies_of_a_run_that_ends,
         losses_of_power,
         an_early_end,

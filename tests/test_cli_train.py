@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -285,6 +286,53 @@ def test_a_resume_is_of_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "out" / "result.json").unlink()
     other = run(GOOD, "--steps", "5", "--output", "out", "--resume")
     assert other.exit_code == 2 and "began with" in other.stderr
+
+
+# --- a full disk ---
+
+
+@pytest.mark.parametrize(
+    ("name", "nth"),
+    [
+        ("request.json", 1),
+        ("versions.txt", 1),
+        ("checkpoint.safetensors", 2),
+        ("checkpoint.safetensors", 3),
+        ("model.safetensors", 1),
+        ("curves.png", 1),
+        ("report.md", 1),
+        ("result.json", 1),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(
+    name: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, seen, replace = tmp_path / "out", [], os.replace
+
+    def full(old: Path, new: Path) -> None:
+        seen.append(new.name)
+        if seen.count(name) >= nth and new.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(old, new)
+
+    arguments = (GOOD, "--steps", "4", "--checkpoint-every", "2", "--output", "out")
+    monkeypatch.setattr(os, "replace", full)
+    stopped = run(*arguments)
+    assert stopped.exit_code == 1, stopped.output
+    assert "Error: expected to write out" in stopped.stderr
+    assert "No space left on device" in stopped.stderr
+    assert "--output out --resume" in stopped.stderr
+    assert "Traceback" not in stopped.output
+    assert not list(folder.glob("*.partial"))
+    assert not (folder / "result.json").exists()
+    monkeypatch.setattr(os, "replace", replace)
+    going_on = run(*arguments, "--resume")
+    assert going_on.exit_code == 0, going_on.output
+    left = {path.name for path in folder.iterdir()}
+    assert left - {"ledger.sqlite-wal", "ledger.sqlite-shm"} == FILES  # this process reads on
+    (row,) = Ledger(folder / "ledger.sqlite").budget("run").account.rows
+    assert row.settled and row.steps == 4
+    assert run(*arguments, "--resume").exit_code == 2
 
 
 # --- options ---

@@ -122,15 +122,16 @@ class File:
 
     def _connection(self) -> sqlite3.Connection:
         own = (os.getpid(), threading.get_ident())
+        same = _identity(self.path)
         if own in self._connections and self._log_was_cut():
             self._connections.pop(own).close()  # what it holds may be lost; the count will tell
             self._log = None
         if own not in self._connections:
             self._connections[own] = _opened(self.path, self._wait)
-            self._same = self._same or _identity(self.path)
+            self._same = self._same or same
             self._measure()
         # SQLite goes on writing to a file that has lost its name, and all of that would be lost.
-        if _identity(self.path) != self._same:
+        if same != self._same:
             raise Refused(
                 f"expected the ledger {self.path} that was opened, got another file in its place; "
                 "put it back, or start again with the one that is there"

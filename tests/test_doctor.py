@@ -96,7 +96,7 @@ def test_the_model_stays_as_it_was() -> None:
 
 def test_a_refused_model_raises() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    with pytest.raises(Refused, match="1 is a BatchNorm1d in training mode"):
+    with pytest.raises(Refused, match="layer '1' is a BatchNorm1d in training mode"):
         hushgrad.doctor(model, lambda x: model(x).sum(1), torch.randn(8, 3))
 
 
@@ -180,7 +180,7 @@ def test_a_refusal_is_json_too(target: str) -> None:
     assert result.exit_code == 1
     facts = json.loads(result.stdout)
     assert facts["healthy"] is False
-    assert facts["verdict"].startswith("refused: 1 is a BatchNorm1d")
+    assert facts["verdict"].startswith("refused: layer '1' is a BatchNorm1d")
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def squared(model: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 @pytest.mark.parametrize(
     ("norm", "name"),
     [
-        (nn.BatchNorm1d(4), "1 is a BatchNorm1d"),
-        (nn.BatchNorm1d(4, affine=False, track_running_stats=False), "1 is a BatchNorm1d"),
-        (nn.SyncBatchNorm(4), "1 is a SyncBatchNorm"),
+        (nn.BatchNorm1d(4), "layer '1' is a BatchNorm1d"),
+        (nn.BatchNorm1d(4, affine=False, track_running_stats=False), "layer '1' is a BatchNorm1d"),
+        (nn.SyncBatchNorm(4), "layer '1' is a SyncBatchNorm"),
     ],
     ids=["affine", "bare", "sync"],
 )

@@ -18,7 +18,7 @@ from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.retests import extend, retest
 from hushgrad.persample.sites import Unforeseen
 from hushgrad.persample.structure import Structures
-from hushgrad.persample.subject import Subject
+from hushgrad.persample.subject import Subject, held_by
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
 from hushgrad.processes import refuse_accumulator_hooks, refuse_wrapped, require_one_process
 from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
@@ -216,7 +216,7 @@ def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> G
     try:
         with (
             undone_if_it_fails(subject.modules if subject.free_buffers else ()),
-            guarded(subject.params, subject.modules, subject.free_buffers),
+            guarded(subject.params, subject.modules, subject.free_buffers, held_by(subject.loss)),
         ):
             with subject.rewound():
                 gradients = certificate.run(subject, whole, size, padded, certificate.sites)

@@ -48,7 +48,7 @@ from hushgrad.persample.probes import (
 )
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Site, Unforeseen
-from hushgrad.persample.subject import Subject
+from hushgrad.persample.subject import Subject, named
 from hushgrad.persample.watch import Key, restored
 from hushgrad.persample.way_back import (
     RARE_DRAWS,
@@ -362,13 +362,13 @@ def _refuse_coupling_layers(subject: Subject) -> None:
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 raise Refused(
-                    f"{name or 'the model'} is a {type(child).__name__} in training mode, which "
+                    f"{named(name)} is a {type(child).__name__} in training mode, which "
                     "normalises each record by its mates, so no bound on one record exists; call "
                     "hushgrad.replace_batchnorm(model), or eval() that layer"
                 )
             if type(child).__module__.startswith("torch.ao.nn.quantized.dynamic"):
                 raise Refused(
-                    f"{name or 'the model'} is a dynamically quantised {type(child).__name__}, "
+                    f"{named(name)} is a dynamically quantised {type(child).__name__}, "
                     "which scales each record by the range of its mates, so no bound on one record "
                     "exists; use the layer that it was made from"
                 )

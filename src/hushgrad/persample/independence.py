@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hushgrad.persample.neutral import STRATA, Seed, WithoutRandomness
-from hushgrad.persample.oracle import Evidence, Oracle, view
+from hushgrad.persample.oracle import Evidence, Oracle, Precision, view
 from hushgrad.persample.probes import (
     beside_nan,
     beside_others,
@@ -17,7 +18,7 @@ from hushgrad.persample.probes import (
     replaced,
     variations,
 )
-from hushgrad.persample.records import MULTIPLE, cut, padded_size
+from hushgrad.persample.records import MULTIPLE, count, cut, padded_size
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import same_bits
@@ -34,25 +35,33 @@ LARGEST_MULTIPLE = _MULTIPLES[-1]
 _VARIATIONS = 3  # of 24 records; one of them overlooked a kernel's end 1 time in 20
 
 
+class Ran(NamedTuple):
+    """The losses of a pass, a digest of its operations, and whether it drew anything random."""
+
+    losses: Tensor
+    program: int
+    drew: bool
+
+
 @dataclass(frozen=True)
 class Passes:
     """Plain passes over an oracle's records; a probe of one size is run once."""
 
     subject: Subject
     oracle: Oracle
-    _known: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _known: dict[int, Ran] = field(default_factory=dict)
 
-    def run(self, batch: Batch, size: int) -> tuple[Tensor, int]:
-        """The losses, and a digest of the operations that gave them."""
+    def run(self, batch: Batch, size: int) -> Ran:
+        """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
         with torch.enable_grad(), neutral, self.subject.rewound():
             losses = checked_losses(self.subject.loss(batch), size).detach()
-        return losses, neutral.program
+        return Ran(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:
-        return self.run(batch, size)[0]
+        return self.run(batch, size).losses
 
-    def probe(self, size: int) -> tuple[Tensor, int]:
+    def probe(self, size: int) -> Ran:
         """The same of the oracle's records in turn."""
         if size not in self._known:
             self._known[size] = self.run(self.oracle.probe(size), size)
@@ -76,15 +85,22 @@ def check_independence(
     return _moved_at(passes, seeds) or moved
 
 
-def check_briefly(passes: Passes, size: int, evidence: Evidence, turn: int) -> str | None:
-    """The same, beside one kind of others and at one seed only, in turn."""
-    _check_values(passes, size, evidence)
+def check_briefly(
+    subject: Subject, few: Batch, size: int, precision: Precision, turn: int
+) -> str | None:
+    """Do these records not meet in a batch of `size`, beside one kind of others in turn?
 
-    return (
-        _moved(passes, size, _one_in_turn(turn))
-        or _carried(passes, size)
-        or _moved_at(passes, [turn])
-    )
+    In place of runs of one record each there is one of these few, at another size.
+    """
+    passes = Passes(subject, Oracle(few, [torch.empty(0)] * count(few), [], precision))
+    alone, _, drew = passes.run(few, count(few))
+    losses = passes.probe(size).losses
+    alone = alone[passes.oracle.places(size)]
+    finite = alone.isfinite()  # beside others it will be seen what becomes of the rest
+    if not _near(losses[finite], alone[finite], precision.loss):
+        raise _mixed("in a smaller one", size)
+    moved = _moved(passes, size, _one_in_turn(turn))
+    return (_moved_at(passes, [turn]) if drew else None) or moved
 
 
 def _moved_at(passes: Passes, seeds: Sequence[int]) -> str | None:
@@ -121,7 +137,7 @@ def _finite_view(passes: Passes, quantiles: Sequence[float]) -> Oracle | None:
 
 def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
     """In a batch, at any position, a record's loss must be that of its own run."""
-    oracle, losses = passes.oracle, passes.probe(size)[0].double()
+    oracle, losses = passes.oracle, passes.probe(size).losses.double()
     alone = torch.stack(oracle.losses).double()[oracle.places(size)]
     both_nan = losses.isnan() & alone.isnan()
     error = (losses - alone).abs() / (alone.abs() + 0.1)
@@ -145,7 +161,7 @@ def _moved(passes: Passes, size: int, beside: BesideOthers) -> str | None:
     large. The same shape gives the same kernels, so here none is needed. Rounding is not let pass
     either where a model runs other operations for other mates: one record would move them all.
     """
-    reference, program = passes.probe(size)
+    reference, program, _ = passes.probe(size)
     moved, tolerance = None, passes.oracle.precision.loss
     for batches, places in beside(passes, size):
         taken = (_unless_refused(passes, batch, size) for batch in batches)
@@ -153,11 +169,11 @@ def _moved(passes: Passes, size: int, beside: BesideOthers) -> str | None:
         if found is None:
             continue
         kept = ~places.to(reference.device)
-        own, before = found[0][kept], reference[kept]
+        own, before = found.losses[kept], reference[kept]
         if not _near(own, before, tolerance):
             raise _mixed("beside others")
         if not _same(own, before):
-            moved = OTHER_BITS if found[1] == program else OTHER_PROGRAM
+            moved = OTHER_BITS if found.program == program else OTHER_PROGRAM
     return moved
 
 
@@ -166,8 +182,8 @@ def _carried(passes: Passes, size: int) -> str | None:
 
     Returned is why records have to be run one at a time, or None.
     """
-    reference, _ = passes.probe(size)
-    again = passes.run(passes.oracle.probe(size), size)[0]
+    reference = passes.probe(size).losses
+    again = passes.run(passes.oracle.probe(size), size).losses
     if not _near(again, reference, passes.oracle.precision.loss):
         raise _kept()
     return None if _same(again, reference) else OTHER_BITS
@@ -191,7 +207,7 @@ def _one_in_turn(turn: int) -> BesideOthers:
     return one
 
 
-def _unless_refused(passes: Passes, batch: Batch, size: int) -> tuple[Tensor, int] | None:
+def _unless_refused(passes: Passes, batch: Batch, size: int) -> Ran | None:
     try:
         return passes.run(batch, size)
     except Exception:  # the model takes no such records
@@ -231,9 +247,9 @@ def multiple_for(passes: Passes, size: int) -> int:
         whole = padded_size(3 * MULTIPLE, multiple)
         if not all(_same_in_parts(passes, whole, multiple, seed) for seed in range(_VARIATIONS)):
             continue
-        in_turn, _ = passes.probe(padded_size(size, multiple))
+        in_turn, *_ = passes.probe(padded_size(size, multiple))
         few, places = passes.oracle.places(multiple).tolist(), passes.oracle.places(len(in_turn))
-        alone = passes.probe(multiple)[0][[few.index(i) for i in range(count)]]
+        alone = passes.probe(multiple).losses[[few.index(i) for i in range(count)]]
         if same_bits(in_turn, alone[places]):
             return multiple
     return _MULTIPLES[-1]
@@ -255,7 +271,7 @@ def _accepted(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
     try:
         return many, passes.losses(many, count)
     except Exception:  # a variation was no record to it
-        return passes.oracle.probe(count), passes.probe(count)[0]
+        return passes.oracle.probe(count), passes.probe(count).losses
 
 
 def _mixed(otherwise: str) -> Refused:

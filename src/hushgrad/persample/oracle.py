@@ -14,7 +14,7 @@ from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.loop import one_record
 from hushgrad.persample.neutral import MEDIAN, Draws, WithoutRandomness, in_general_position
 from hushgrad.persample.probes import irregular
-from hushgrad.persample.subject import Subject
+from hushgrad.persample.subject import Subject, named
 from hushgrad.persample.watch import guarded, restored
 from hushgrad.processes import no_wrapper_called
 from hushgrad.types import Batch, Refused
@@ -195,7 +195,9 @@ def _blocked(subject: Subject) -> str:
     for module in subject.modules:
         for name, child in module.named_modules():
             if type(child).__module__.startswith("torch.ao.nn.quantized"):
-                return f" ({name} is a quantised {type(child).__name__}, which passes none on)"
+                return (
+                    f" ({named(name)} is a quantised {type(child).__name__}, which passes none on)"
+                )
     return ""
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from hushgrad.persample import records
 from hushgrad.persample.certify import (
     POINTS,
     Certificate,
@@ -12,17 +15,17 @@ from hushgrad.persample.certify import (
     refusal,
     replayed,
 )
+from hushgrad.persample.generators import own_generators_unused
 from hushgrad.persample.independence import (
     SOME_SEEDS,
     Passes,
     check_briefly,
     check_independence,
 )
-from hushgrad.persample.neutral import MEDIAN
-from hushgrad.persample.oracle import consult, view
+from hushgrad.persample.oracle import consult
 from hushgrad.persample.probes import distinct_records
-from hushgrad.persample.subject import Subject
-from hushgrad.persample.way_back import FEW, refuse_loud_gradients
+from hushgrad.persample.subject import Subject, held_by
+from hushgrad.persample.watch import guarded
 from hushgrad.types import Batch, Refused
 
 
@@ -43,8 +46,8 @@ LONGEST_GAP = 16
 def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) -> None:
     """Test again where it is time to, or where a batch of this padded size was not seen before.
 
-    At steps 1, 2, 4, 8 ... a few of this batch's records, at the parameters as they are now; in
-    between a look at two of them.
+    At steps 1, 2, 4, 8 ... a few of this batch's records, at the parameters as they are now and in
+    general position, on both ways; in between their losses only.
     """
     step, padded = certificate.steps + 1, certificate.padded(size)
     if step & (step - 1) == 0:
@@ -53,21 +56,19 @@ def retest(certificate: Certificate, subject: Subject, batch: Batch, size: int) 
     elif padded not in certificate.sizes:
         _look(certificate, subject, batch, size, padded)
     elif step % LONGEST_GAP == 0:
-        _look(certificate, subject, batch, size, FEW)
+        _look(certificate, subject, batch, size, 2 * records.MULTIPLE)
     certificate.sizes.add(padded)
 
 
 def _look(certificate: Certificate, subject: Subject, batch: Batch, size: int, padded: int) -> None:
-    """Do two records still not meet, in a batch of this many, on both ways?"""
-    few = distinct_records(batch, size, most=2)
-    with comparable(subject, None):
-        oracle = view(subject, few, MEDIAN)
-        if oracle.count:
-            passes = Passes(subject, oracle)
-            moved = check_briefly(passes, padded, certificate.evidence, certificate.steps)
-            _refuse_moved(certificate, moved)
-            if certificate.form.replays:
-                refuse_loud_gradients(subject, oracle, certificate.sites)
+    """Do a few records still not meet, in a batch of this many? Forward passes only."""
+    few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
+    watched = guarded(subject.params, subject.modules, subject.free_buffers, held_by(subject.loss))
+    with torch.random.fork_rng(), own_generators_unused(subject), watched:
+        precision = certificate.evidence.precision
+        _refuse_moved(
+            certificate, check_briefly(subject, few, padded, precision, certificate.steps)
+        )
 
 
 def _refuse_moved(certificate: Certificate, moved: str | None) -> None:

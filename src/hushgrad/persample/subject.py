@@ -85,3 +85,8 @@ def held_by(loss: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
     inner = [held for x in found if isinstance(x, FunctionType) for held in held_by(x, seen)]
     plain = [x for x in found if not isinstance(x, FunctionType)]
     return [code, *bound, *plain, *inner]
+
+
+def named(name: str) -> str:
+    """A module in a message, by its name within the model."""
+    return f"layer '{name}'" if name else "the model"

@@ -50,14 +50,21 @@ def _marks(state: State) -> dict[Key, Mark]:
 
 @contextmanager
 def guarded(
-    params: Params, modules: Sequence[nn.Module], free: frozenset[Key] = frozenset()
+    params: Params,
+    modules: Sequence[nn.Module],
+    free: frozenset[Key] = frozenset(),
+    held: Iterable[object] = (),
 ) -> Iterator[None]:
     """Refuse the pass inside if it trained a parameter out of sight, or wrote anything but `free`.
 
-    `.grad` is lent to the pass and given back as it was.
+    Nor may it write a tensor that a module has as an attribute, or one of those in `held`: what it
+    keeps there reaches the records of later batches. `.grad` is lent to the pass and given back.
     """
     trained, buffers = _state(params, modules)
     before = _marks(trained | buffers)
+    kept = {k: x for k, x in (trained | buffers | _kept(modules, held)).items() if k not in free}
+    versions = {key: _version(x) for key, x in kept.items()}
+    digests = {key: _digest(x) for key, x in kept.items()}
     gradients = {key: p.grad for key, p in trained.items()}
     try:
         for p in trained.values():
@@ -72,9 +79,66 @@ def guarded(
             for key in before.keys() | after.keys():
                 if key not in free and before.get(key) != after.get(key):
                     raise written(key)
+        for key, x in kept.items():
+            if _version(x) != versions[key]:
+                raise _remembered(key)
+            # A write through `.data` leaves no other mark.
+            if not all(map(same_bits, _digest(x), digests[key])):
+                raise written(key) if key in before else _remembered(key)
     finally:
         for key, p in trained.items():
             p.grad = gradients[key]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+_FEW = 1024  # entries; so few are simply copied
+_SHARES = 16  # a sum over the whole of a tensor would miss what only moves within it
+
+
+def _digest(x: Tensor) -> tuple[Tensor, ...]:
+    """What changes when a tensor's bits do: sums of whole numbers, at the speed of memory."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+        return ()
+    whole = x.detach()
+    if whole.numel() <= _FEW:
+        return (whole.clone(),)
+    flat = whole.contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()
+    rest = flat.numel() % (8 * _SHARES)
+    words = flat[: flat.numel() - rest].view(torch.int64)
+    sums = words.view(_SHARES, -1).sum(1)
+    return (sums, flat[flat.numel() - rest :].clone()) if rest else (sums,)
+
+
+def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> State:
+    """Tensors that are no parameters and no buffers, and outlive a pass all the same."""
+    found: State = {}
+    for i, module in enumerate(modules):
+        for prefix, owner in module.named_modules():
+            for name, value in vars(owner).items():
+                parts = enumerate(value) if isinstance(value, list | tuple) else (("", value),)
+                for number, x in parts:
+                    if isinstance(x, Tensor):
+                        found[i, f"{prefix}.{name} {number}".strip(". ")] = x
+    for number, x in enumerate(held):
+        if isinstance(x, Tensor):
+            found[_HELD, f"tensor {number} that the loss refers to"] = x
+    return found
+
+
+_HELD = -2
+
+
+def _remembered(key: Key) -> Refused:
+    return Refused(
+        f"the forward pass wrote {key[1]}, and what it keeps there reaches the records of later "
+        "batches; compute each record's loss from that record and the parameters alone, and make a "
+        "counter of passes a buffer"
+    )
 
 
 def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) -> list[Reference]:

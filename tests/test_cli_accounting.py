@@ -255,7 +255,7 @@ def test_a_group_costs_more_than_a_record() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--group", "0"), "expected size to be a whole number above 0, got 0"),
+        (("--group", "0"), "expected size to be a whole number from 1 to 1e+06, got 0"),
         (("--group", "2", "--accountant", "gdp"), "which is an approximation"),
     ],
 )

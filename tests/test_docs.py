@@ -17,11 +17,20 @@ TOP = Path(__file__).parents[1]
 def test_the_loop_on_a_page_trains_and_prints_its_guarantee(
     page: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """The last program of each page is a whole one."""
+    """The last program of each page is a whole one; of linear models it is the first."""
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", (TOP / page).read_text(encoding="utf-8"), re.S)
     torch.manual_seed(0)
-    exec(compile(programs[-1], page, "exec"), {"__name__": "__main__"})
+    whole = programs[0 if page == "docs/glm.md" else -1]
+    exec(compile(whole, page, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "1e-05)-DP, add/remove one record" in printed
     assert printed.rstrip().endswith("timing and other side channels")
+
+
+def test_the_private_way_to_choose_settings_counts_both_fits(capsys) -> None:
+    programs = re.findall(r"```python\n(.*?)```", (TOP / "docs/glm.md").read_text("utf-8"), re.S)
+    exec(compile(programs[1], "docs/glm.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "2e-05)-DP for 2 fits on shares of the same records" in printed
+    assert float(printed[1:].partition(",")[0]) <= 1.0

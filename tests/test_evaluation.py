@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from hushgrad.accounting import GDP, PLD, RDP, gaussian
 from hushgrad.evaluation import Evaluation, evaluate
 from hushgrad.ledger import Ledger, renyi
+from hushgrad.noise import Noise, release
 from hushgrad.rng import Rng
-from hushgrad.types import Refused, Relation
+from hushgrad.types import Bounded, Refused, Relation, Released
 
 DATA = torch.linspace(0, 1, 1000, dtype=torch.float64)
 
@@ -52,7 +54,7 @@ def test_an_average_is_that_of_the_values() -> None:
 def test_noise_has_the_scale_that_is_stated(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The sums are tested below; here they are the same each time, to be quick.
     total = torch.full((k,), 5 * 2**20)
-    monkeypatch.setattr("hushgrad.evaluation._total", lambda *_: total)
+    monkeypatch.setattr("hushgrad.evaluation._total", lambda *_: (total, 0.0))
     sigma, records = 2.0, 500
     functions = {str(n): itself for n in range(k)}
     sample, error = [], 0.0
@@ -89,6 +91,35 @@ def test_the_divisor_is_the_public_number() -> None:
     assert evaluated(data=DATA[:500], records=2000).values["x"] == pytest.approx(
         float(DATA[:500].sum()) / 2000, abs=1e-6
     )
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_replacing_a_record_costs_no_more_noise_than_removing_it(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values from 0 to 1 move a sum by 1 when replaced, and not by 2."""
+    seen: list[Bounded] = []
+
+    def released(bounded: Bounded, noise: Noise, **settings: Any) -> Released:
+        seen.append(bounded)
+        return release(bounded, noise, **settings)
+
+    monkeypatch.setattr("hushgrad.evaluation.release", released)
+    values = {str(n): itself for n in range(k)}
+
+    def asked(data: Tensor, relation: Relation) -> Evaluation:
+        settings = {"records": 10**6, "epsilon": 1.0, "delta": 1e-5, "rng": Rng.from_os()}
+        return evaluate(values, data, relation=relation, accountant=RDP, **settings)
+
+    removed = asked(DATA, Relation.ADD_REMOVE)
+    found = [asked(torch.cat([DATA, torch.tensor([x])]), Relation.REPLACE_ONE) for x in (0.0, 1.0)]
+    assert found[0].standard_error == pytest.approx(removed.standard_error, rel=2e-3)
+    low, high = (bounded.sum["values"] for bounded in seen[1:])
+    most = seen[1].sensitivity(Relation.REPLACE_ONE)
+    assert float((high - low).norm()) == pytest.approx(most, rel=1e-12)
+    assert float((high - low).norm()) <= most
+    for one in found:  # what was taken off is added again, whatever `records` is
+        assert 1e6 * one.values["0"] == pytest.approx(500.5, abs=8e6 * one.standard_error + 1)
 
 
 @pytest.mark.parametrize("relation", list(Relation))

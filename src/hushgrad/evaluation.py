@@ -70,8 +70,11 @@ def evaluate(
     Assumes: a record's values depend on that record alone. It is tested on the first `chunk`
     records, cut by position as all others are, and not proved.
 
-    Guarantees: one record moves the sum of k values by at most √k. Values are rounded to multiples
-    of 2⁻²⁰ and added as whole numbers, so no rounding adds to that.
+    Guarantees: one record moves the sum of k values by at most √k, also where it is replaced: ½ is
+    taken off each value then, so that the bound on one record is √k/2, and added again to what was
+    released, for as many records as there are, which all neighbours have. `noise_multiplier` is
+    noise ÷ the bound on one record. Values are rounded to multiples of 2⁻²⁰ and added as whole
+    numbers, so no rounding adds to that.
     """
     require_one_process()
     refuse_wrapped(modules)
@@ -86,21 +89,21 @@ def evaluate(
         entry = _opened(budget, Spend(noise.event, relation, spent, delta), values, loader, records)
     try:
         with torch.random.fork_rng():  # how far it moves would tell the number of records
-            total = _total(values, loader, modules, chunk)
+            total, taken_off = _total(values, loader, modules, chunk, relation)
     except BaseException:
         if entry is not None:
             entry.settle(steps=0, event=None)  # nothing was released
         raise
     if entry is not None:
         entry.ahead(1)
-    bounded = Bounded({"values": total.double() / _UNIT}, l2=_bound(len(values)))
+    bounded = Bounded({"values": total.double() / _UNIT}, l2=_bound(len(values), relation))
     # Two evaluations by one key must not share their noise.
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)
     released = release(bounded, noise, rng=rng.derive("evaluation", *fresh), step=0)
     if entry is not None:
         entry.note(0, released.digest)
         entry.settle(steps=1, event=repeated(1, noise.event))
-    averages = (released.values["values"] / records).tolist()
+    averages = ((released.values["values"] + taken_off) / records).tolist()
     return Evaluation(
         values=dict(zip(values, averages, strict=True)),
         standard_error=noise.scale(bounded) / records,
@@ -150,16 +153,22 @@ def _opened(
 
 
 def _total(
-    values: Mapping[str, Values], loader: Loader, modules: Sequence[nn.Module], chunk: int
-) -> Int64[Tensor, " k"]:
-    """The sum of each value over all records, in whole units."""
+    values: Mapping[str, Values],
+    loader: Loader,
+    modules: Sequence[nn.Module],
+    chunk: int,
+    relation: Relation,
+) -> tuple[Int64[Tensor, " k"], float]:
+    """The sum of each value over all records, in whole units, and what was taken off each sum."""
     total = torch.zeros(len(values), dtype=torch.int64)
+    middle, records = _UNIT // 2 if _centred(relation) else 0, 0
     for place, batch in enumerate(_chunks(loader, chunk)):
         for k, function in enumerate(values.values()):
             found = observe(function, batch, modules=modules, test=place == 0)
             clamped = torch.nan_to_num(found, nan=0.0).clamp(0, 1)
-            total[k] += (clamped * _UNIT).round().long().sum().cpu()
-    return total
+            total[k] += ((clamped * _UNIT).round().long() - middle).sum().cpu()
+        records += count(batch)
+    return total, records * middle / _UNIT
 
 
 def _chunks(loader: Loader, chunk: int) -> Iterator[Batch]:
@@ -169,6 +178,13 @@ def _chunks(loader: Loader, chunk: int) -> Iterator[Batch]:
         start += chunk
 
 
-def _bound(k: int) -> float:
-    """√k, not rounded down."""
-    return math.nextafter(math.sqrt(k), math.inf) if math.isqrt(k) ** 2 != k else math.sqrt(k)
+def _centred(relation: Relation) -> bool:
+    """Whether the number of records is the same for all neighbours, and none of them is absent."""
+    return relation is Relation.REPLACE_ONE
+
+
+def _bound(k: int, relation: Relation) -> float:
+    """√k for k values from 0 to 1, and half of it for as many from -½ to ½; not rounded down."""
+    root = math.sqrt(k)
+    whole = math.nextafter(root, math.inf) if math.isqrt(k) ** 2 != k else root
+    return whole / 2 if _centred(relation) else whole

@@ -19,7 +19,11 @@ def up(value: float) -> str:
     >>> up(6.76871)
     '6.7688'
     """
-    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}" if math.isfinite(value) else "∞"
+    if not math.isfinite(value):
+        return "∞"
+    if value >= 2**40:  # all of whose digits are before the point, and float has no room for more
+        return figure(value, up=True)
+    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}"
 
 
 _NEIGHBOURS = {

@@ -17,6 +17,7 @@ from hushgrad.accounting import (
     PureDpEvent,
     ShuffledDpEvent,
     gaussian,
+    group,
     group_epsilon,
     poisson,
     repeated,
@@ -57,7 +58,9 @@ def test_poisson_sampling_counts_how_many_are_drawn() -> None:
     assert two < group_epsilon(run, size=2, delta=DELTA, accountant=RDP)
 
 
-@pytest.mark.parametrize(("size", "rate", "noise"), [(2, 0.1, 1.0), (3, 0.3, 2.0), (5, 0.01, 1.5)])
+@pytest.mark.parametrize(
+    ("size", "rate", "noise"), [(2, 0.1, 1.0), (3, 0.3, 2.0), (5, 0.01, 1.5), (60, 0.02, 4.0)]
+)
 def test_a_drawn_group_is_the_exact_mixture(size: int, rate: float, noise: float) -> None:
     """One step: N(0, σ²) against N(j, σ²) with j of the group in the batch, integrated."""
     x = np.linspace(-15, 20, 35_001)
@@ -72,6 +75,28 @@ def test_a_drawn_group_is_the_exact_mixture(size: int, rate: float, noise: float
         step, quick = poisson(rate, gaussian(noise)), Pld(1e-3)
         found = group_epsilon(step, size=size, delta=float(exact), accountant=quick)
         assert epsilon * (1 - 1e-5) <= found <= epsilon + 1e-2
+
+
+@pytest.mark.parametrize(("size", "rate"), [(49, 0.3), (200, 0.01), (10**4, 0.5), (10**6, 1e-7)])
+def test_numbers_drawn_from_a_large_group_are_only_rounded_up(size: int, rate: float) -> None:
+    event = group._counted(4.0, size, rate)
+    lengths, chances = event.sensitivities, event.sampling_probs
+    assert len(lengths) < 80 and lengths[-1] == size
+    assert math.fsum(chances) == pytest.approx(1.0, abs=1e-15)
+    for at in range(0, size, max(1, size // 5000)):
+        above = math.fsum(p for n, p in zip(lengths, chances, strict=True) if n > at)
+        assert above >= binom.sf(at, size, rate) * (1 - 1e-9) - 1e-15
+    mean = math.fsum(n * p for n, p in zip(lengths, chances, strict=True))
+    assert mean <= 1.25 * size * rate + 1
+
+
+def test_a_group_that_is_too_large_neither_hangs_nor_fills_the_memory() -> None:
+    run = repeated(10, poisson(0.01, gaussian(1.0)))
+    assert 1000 < group_epsilon(run, size=1000, delta=DELTA) < 1300
+    with pytest.raises(Refused, match="so little that next to nothing is hidden"):
+        group_epsilon(run, size=10**6, delta=DELTA)
+    with pytest.raises(ValueError, match="from 1 to 1e"):
+        group_epsilon(run, size=10**8, delta=DELTA)
 
 
 def test_a_large_group_at_a_small_rate_has_probabilities() -> None:
@@ -103,7 +128,9 @@ def test_what_a_group_refuses() -> None:
     run = repeated(100, poisson(0.01, gaussian(1.0)))
     with pytest.raises(Refused, match="got gdp, which is an approximation"):
         group_epsilon(run, size=2, delta=DELTA, accountant=GDP)
-    with pytest.raises(ValueError, match="expected size to be a whole number above 0, got 0"):
+    with pytest.raises(
+        ValueError, match="expected size to be a whole number from 1 to 1e\\+06, got 0"
+    ):
         group_epsilon(run, size=0, delta=DELTA)
     cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     with pytest.raises(Refused, match="where the number of records changes; use replace-one"):

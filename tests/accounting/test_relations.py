@@ -299,3 +299,57 @@ def test_truncation_of_the_records_alone_is_not_covered() -> None:
 def test_numbers_that_make_no_sense_raise(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# --- the grid of the privacy losses ---
+
+
+def test_replacing_one_at_a_tiny_rate_is_not_kept_on_a_coarse_grid() -> None:
+    """By (2/σ)² alone the grid would be 470 times as coarse, and ε 18.6."""
+    run = repeated(10**6, poisson(1e-4, gaussian(0.5)))
+    found = PLD.epsilon(run, delta=1e-6, relation=Relation.REPLACE_ONE)
+    finer = Pld(5e-5).epsilon(run, delta=1e-6, relation=Relation.REPLACE_ONE)
+    assert finer <= found <= 1.003 * finer
+    assert found == pytest.approx(5.628, abs=0.01)
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(1e-4, 0.5), (0.01, 0.25), (0.3, 1.0)])
+def test_one_step_of_replacing_one_is_the_exact_mixture(rate: float, noise: float) -> None:
+    x = np.linspace(-14, 14, 56_001)
+    ahead, behind = (
+        (1 - rate) * norm.pdf(x, 0, noise) + rate * norm.pdf(x, at, noise) for at in (1, -1)
+    )
+    for epsilon in (0.05, 1.0):
+        exact = float(np.maximum(ahead - math.exp(epsilon) * behind, 0).sum() * (x[1] - x[0]))
+        step = poisson(rate, gaussian(noise))
+        found = PLD.delta(step, epsilon=epsilon, relation=Relation.REPLACE_ONE)
+        assert exact * (1 - 1e-6) <= found <= exact * 1.001 + 1e-12
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize("noise", [5e-324, 1e-308, 1e-154, 1e154, 1e308])
+@pytest.mark.parametrize("accountant", list(ACCOUNTANTS.values()), ids=lambda a: a.name)
+def test_noise_that_cannot_be_squared_is_no_crash(
+    accountant: Accountant, noise: float, relation: Relation
+) -> None:
+    found = []
+    for event in (gaussian(noise), repeated(10, poisson(0.01, gaussian(noise)))):
+        if accountant.supports(event, relation):
+            found.append(accountant.epsilon(event, delta=1e-5, relation=relation))
+    assert all(e == math.inf if noise < 1 else 0 <= e < 1e-6 for e in found)
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+def test_many_small_losses_are_not_rounded_up_to_larger_ones(relation: Relation) -> None:
+    """On a grid of 1e-4 it would be 1.86 times the Gaussian mechanism of their χ², their limit."""
+    steps, rate, noise = 10**6, 1e-4, 4.0
+    run = repeated(steps, poisson(rate, gaussian(noise)))
+    squared = 4 * math.sinh(noise**-2) if relation is ONE else math.expm1(noise**-2)
+    limit = gaussian_epsilon(1 / (rate * math.sqrt(steps * squared)), delta=1e-5)
+    assert limit <= PLD.epsilon(run, delta=1e-5, relation=relation) <= 1.02 * limit
+
+
+def test_a_thousand_million_steps_end() -> None:
+    """Two hundred losses to that power is a number with two thousand million digits."""
+    run = repeated(10**9, poisson(1e-6, gaussian(4.0)))
+    assert 0.02 < PLD.epsilon(run, delta=1e-5) < 0.5

@@ -21,6 +21,7 @@ from scipy.special import logsumexp
 
 from hushgrad.accounting import packaged
 from hushgrad.accounting.refusals import refuse
+from hushgrad.accounting.spread import interval_for
 from hushgrad.events import MixedDpEvent
 from hushgrad.types import Refused, Relation
 
@@ -112,7 +113,7 @@ class Pld:
                 "expected a mixture by itself for the pld accountant, got one that is composed "
                 "with other events; use the rdp accountant"
             )
-        interval = packaged.interval_for(event, relation, self.interval)
+        interval = interval_for(event, relation, self.interval)
         if interval > _COARSEST:
             raise Refused(
                 "expected noise whose privacy loss the pld accountant can resolve, got so little "

@@ -15,7 +15,7 @@ from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import Accountant, Pld
 from hushgrad.accounting.closed_forms import gaussian_epsilon
-from hushgrad.accounting.packaged import about_mu
+from hushgrad.accounting.spread import about_mu
 from hushgrad.types import Refused, Relation
 
 Spend = Callable[[float], float]

@@ -17,6 +17,7 @@ from scipy.special import log_ndtr
 from hushgrad.types import Refused
 
 _UP = 1 + 1e-9  # the package's root finder stops within 1e-12; this keeps us on the private side
+_MOST_NOISE = 2.0**40  # beyond, the package's differences lose all digits; less noise over-states
 
 
 def gaussian_delta(noise_multiplier: float, *, epsilon: float) -> float:
@@ -38,7 +39,7 @@ def gaussian_epsilon(noise_multiplier: float, *, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, delta=1e-5), 4)
     4.3772
     """
-    return float(get_epsilon_gaussian(noise_multiplier, delta)) * _UP
+    return float(get_epsilon_gaussian(min(noise_multiplier, _MOST_NOISE), delta)) * _UP
 
 
 def gaussian_noise_multiplier(epsilon: float, *, delta: float) -> float:

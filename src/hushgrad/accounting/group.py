@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import attr
+import numpy as np
 from dp_accounting import (
     ComposedDpEvent,
     DpEvent,
@@ -24,6 +25,11 @@ from hushgrad.accounting.calibration import require_proof
 from hushgrad.accounting.packaged import kinds, parts
 from hushgrad.events import MixedDpEvent, PureDpEvent
 from hushgrad.types import Refused, Relation
+
+_MOST_NUMBERS = 48  # of records drawn from a group that are told apart
+_RARE = 1e-15  # the chance of more or fewer than those, which are rounded up much further
+_LARGEST = 10**6
+"""The largest group: beyond, next to nothing protects it, or its cost takes minutes to find."""
 
 
 def group_epsilon(
@@ -48,8 +54,11 @@ def group_epsilon(
     """
     require_proof(accountant)
     require_delta(delta)
-    if size < 1 or size != int(size):
-        raise ValueError(f"expected size to be a whole number above 0, got {size}; pass 1 or up")
+    if not 1 <= size <= _LARGEST or size != int(size):
+        raise ValueError(
+            f"expected size to be a whole number from 1 to {_LARGEST:g}, got {size}; pass how many "
+            "records one user has at most"
+        )
     if size == 1:
         return accountant.epsilon(event, delta=delta, relation=relation)
     scaled = _grouped(event, size, relation, drawn=False)
@@ -92,9 +101,16 @@ def _of_group(part: DpEvent, size: int, relation: Relation, *, drawn: bool) -> D
 
 
 def _counted(noise_multiplier: float, size: int, rate: float) -> DpEvent:
-    """A sum that moves by as many bounds as there are records of the group in the batch."""
-    lengths = range(size + 1)
-    chances = [float(p) for p in binom.pmf(list(lengths), size, rate)]
+    """A sum that moves by as many bounds as there are records of the group in the batch.
+
+    Of large groups some numbers are rounded up, which over-states: a mixture that moves further,
+    with the same probabilities, is less private (Choquette-Choo et al. 2023, Lemma 4.4).
+    """
+    lengths = _numbers(size, rate)
+    # P(N <= n) loses its digits near 1, and P(N > n) does far below: each is used where it is small
+    below, above = binom.cdf(lengths, size, rate), binom.sf(lengths, size, rate)
+    rising, falling = np.diff(below, prepend=0.0), -np.diff(above, prepend=1.0)
+    chances = [float(p) for p in np.maximum(np.where(below < 0.5, rising, falling), 0.0)]
     # They must add up to 1. What is missing goes where it costs most; what is too much comes from
     # the largest of them, as the last may be smaller than the rounding.
     over = math.fsum(chances) - 1
@@ -103,6 +119,18 @@ def _counted(noise_multiplier: float, size: int, rate: float) -> DpEvent:
     return MixtureOfGaussiansDpEvent(
         noise_multiplier, tuple(float(n) for n in lengths), tuple(chances)
     )
+
+
+def _numbers(size: int, rate: float) -> list[int]:
+    """The numbers of records drawn that are told apart: all of them, or the likely ones' steps."""
+    if size <= _MOST_NUMBERS:
+        return list(range(size + 1))
+    first, last = (int(binom.isf(p, size, rate)) for p in (1 - _RARE, _RARE))
+    found = {round(first + (last - first) * k / _MOST_NUMBERS) for k in range(_MOST_NUMBERS + 1)}
+    while last < size:
+        last = min(2 * last + 1, size)
+        found.add(last)
+    return sorted(found)
 
 
 def _converted(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from dp_accounting import (
     DpEvent,
     GaussianDpEvent,
     NeighboringRelation,
+    NonPrivateDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
 )
@@ -41,7 +41,13 @@ _RELATIONS = {
     Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
     Relation.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
-_MOST_POINTS = 1e6  # of all grids; beyond, they are made coarser, which over-states ε
+_MOST_NOISE = 2.0**50
+"""Noise beyond this counts as this much, and less than 1 ÷ it as none: both over-state ε.
+
+Accountants square the multiplier and its inverse, which must not overflow.
+"""
+
+_SPARSE = 1000  # steps; fewer are left to the package as they are
 
 Parts = list[tuple[DpEvent, int]]
 """Events that are no compositions, with the number of times that each happens."""
@@ -59,7 +65,7 @@ class PldAccountant(PLDAccountant):  # type: ignore[misc]
         ours = isinstance(event, PureDpEvent)
         if do_compose and (ours or _is_slow(event)):
             one = _once(event, self._relation, self._value_discretization_interval)
-            self._pld = self._pld.compose(one.self_compose(count))
+            self._pld = self._pld.compose(_many(one, count))
             return None
         return None if ours else super()._maybe_compose(event, count, do_compose)
 
@@ -87,7 +93,21 @@ def _is_slow(event: DpEvent) -> bool:
             return bool(z > 0)
         case MixtureOfGaussiansDpEvent(z, tuple(lengths), tuple()):
             return bool(z > 0 and len(lengths) > 1)
+        case TruncatedSubsampledGaussianDpEvent():
+            sizes = (event.sampling_probability, event.truncated_batch_size, event.dataset_size)
+            return bool(event.noise_multiplier > 0 and all(sizes))
     return False
+
+
+def _many(one: Any, count: int) -> Any:
+    """`count` independent steps of this privacy loss.
+
+    A sparse distribution would first work out size**count, a number of millions of digits.
+    """
+    if count > _SPARSE:
+        pmf = (one._pmf_remove.to_dense_pmf(), one._pmf_add.to_dense_pmf())
+        one = privacy_loss_distribution.PrivacyLossDistribution(*pmf)
+    return one.self_compose(count)
 
 
 @functools.lru_cache(maxsize=4)
@@ -103,6 +123,15 @@ def _once(event: DpEvent, relation: Relation, interval: float) -> Any:
             sensitivities=event.sensitivities,
             sampling_probs=event.sampling_probs,
             value_discretization_interval=interval,
+        )
+    if isinstance(event, TruncatedSubsampledGaussianDpEvent):
+        return losses.from_truncated_subsampled_gaussian_mechanism(
+            dataset_size=event.dataset_size,
+            sampling_probability=event.sampling_probability,
+            truncated_batch_size=event.truncated_batch_size,
+            noise_multiplier=event.noise_multiplier,
+            value_discretization_interval=interval,
+            neighboring_relation=_RELATIONS[relation],
         )
     return losses.from_gaussian_mechanism(
         standard_deviation=event.event.noise_multiplier,
@@ -132,12 +161,26 @@ class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
 def parts(event: DpEvent, relation: Relation) -> Parts:
     """Take a composition apart; shuffled passes count one by one where they may count at all."""
     found: Parts = []
-    for part, count in merged(event):
+    for part, count in merged(_in_range(event)):
         if isinstance(part, ShuffledDpEvent) and relation is not Relation.ADD_REMOVE:
             found += [(p, count * c) for p, c in merged(part.event)]
         elif not isinstance(part, NoOpDpEvent):
             found.append((_on_one_batch(part), count))
     return found
+
+
+def _in_range(event: DpEvent) -> DpEvent:
+    """The same, or one that is less private, with every multiplier one that can be squared."""
+    if hasattr(event, "events"):
+        return attr.evolve(event, events=[_in_range(inner) for inner in event.events])
+    if hasattr(event, "event"):
+        return attr.evolve(event, event=_in_range(event.event))
+    mixture = isinstance(event, MixtureOfGaussiansDpEvent)
+    name = "standard_deviation" if mixture else "noise_multiplier"
+    noise = getattr(event, name, 1.0)
+    if noise < 1 / _MOST_NOISE:
+        return NonPrivateDpEvent()
+    return attr.evolve(event, **{name: _MOST_NOISE}) if noise > _MOST_NOISE else event
 
 
 def kinds(event: DpEvent, relation: Relation) -> Iterator[DpEvent]:
@@ -210,56 +253,6 @@ def _nested(event: DpEvent) -> DpEvent:
     if hasattr(event, "count"):
         return attr.evolve(event, event=_nested(event.event))
     return told_to_rdp(event, Relation.REPLACE_ONE)
-
-
-def interval_for(event: DpEvent, relation: Relation, interval: float) -> float:
-    """Return the grid's step: `interval`, or more where the losses spread too far for it."""
-    return max(interval, _spread_of(event, relation) / _MOST_POINTS)
-
-
-def _spread_of(event: DpEvent, relation: Relation) -> float:
-    return sum(
-        math.fsum(_spread_of(drawn, relation) for drawn in part.events)
-        if isinstance(part, MixedDpEvent)
-        else _spread(part, count, relation)
-        for part, count in parts(event, relation)
-    )
-
-
-def _spread(part: DpEvent, count: int, relation: Relation) -> float:
-    """Estimate how far the privacy loss of `count` such events spreads; a guide to speed only."""
-    one, each = _losses_of(part, relation)
-    return _reach(count * one) if each == one else _reach(one) + _reach(count * each)
-
-
-def _losses_of(part: DpEvent, relation: Relation) -> tuple[float, float]:
-    """µ² of the noise alone and of one sampled step by the central limit; 0 where unknown."""
-    double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
-    if isinstance(part, GaussianDpEvent):
-        one = (double / part.noise_multiplier) ** 2
-        return one, one
-    if isinstance(part, PoissonSampledDpEvent) and isinstance(part.event, GaussianDpEvent):
-        rate, one = part.sampling_probability, (double / part.event.noise_multiplier) ** 2
-    elif isinstance(part, TruncatedSubsampledGaussianDpEvent):
-        rate, one = part.sampling_probability, (4 / part.noise_multiplier) ** 2
-    else:
-        return 0.0, 0.0
-    return one, min(one, rate**2 * math.expm1(min(one, 50.0)))
-
-
-def about_mu(event: DpEvent, relation: Relation) -> float | None:
-    """About µ of the Gaussian mechanism that `event` is like; None where nobody can tell.
-
-    By the central limit theorem, so it may under-state: good for a first guess and nothing else.
-    """
-    found = [(_losses_of(part, relation)[1], count) for part, count in parts(event, relation)]
-    if not found or not all(each for each, _ in found):
-        return None
-    return math.sqrt(math.fsum(each * count for each, count in found))
-
-
-def _reach(mu_squared: float) -> float:
-    return mu_squared / 2 + 10 * math.sqrt(mu_squared)
 
 
 @contextmanager

@@ -27,6 +27,11 @@ All of them take
 After `fit`, `guarantee_` has `epsilon`, `delta`, `relation`, `sampling` and `accountant`, and says
 in words what they rest on. Only `coef_`, `intercept_` and what follows from them may be shown: a
 score on the training data is a release of its own.
+
+Each fit on the same records costs its own ε. Where this process is known to have fitted shares of
+them before, as clones in a search do, `epsilon` and `delta` are those of all these fits together,
+`guarantee_.fits` is their number and `guarantee_.alone` what this one costs. Not counted are fits
+in other processes, a search by scores, and preprocessing that looks at the records.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from hushgrad.clipping import Clip
 from hushgrad.glm import losses
+from hushgrad.glm.fits import new_family, note_copy
 from hushgrad.glm.fitting import Fitted, Linear, Settings, fit
 from hushgrad.ledger import Budget
 from hushgrad.rng import Rng
@@ -58,8 +64,15 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             rng = Rng.from_os()
         elif not isinstance(rng, Rng):
             rng = Rng.fixed(int(rng))
-        names = [n for n in Settings.__dataclass_fields__ if n != "rng"]
-        return Settings(**{name: getattr(self, name) for name in names}, rng=rng)
+        names = [n for n in Settings.__dataclass_fields__ if n not in ("rng", "family")]
+        chosen = {name: getattr(self, name) for name in names}
+        return Settings(**chosen, rng=rng, family=self._own_family())
+
+    def _own_family(self) -> str:
+        """The name that this estimator and its clones share, so that their fits are counted."""
+        if not hasattr(self, "_family"):
+            self._family = new_family()
+        return self._family
 
     def _keep(self, fitted: Fitted, *, scale: float = 1.0) -> None:
         self.guarantee_ = fitted.guarantee
@@ -73,12 +86,20 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     def __sklearn_clone__(self) -> Any:
         """An unfitted one with the same arguments; a key is not copied, and neither is a budget."""
-        return type(self)(
+        made = type(self)(
             **{
                 name: value if isinstance(value, Rng | Budget) else clone(value, safe=False)
                 for name, value in self.get_params(deep=False).items()
             }
         )
+        made._family = self._own_family()
+        return made
+
+    def __getstate__(self) -> Any:
+        """What is pickled, also for another process, whose fits are not seen in this one."""
+        if not hasattr(self, "guarantee_"):
+            note_copy(self._own_family())
+        return super().__getstate__()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -24,6 +24,7 @@ from hushgrad.glm.defaults import (
 )
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
+from hushgrad.glm.fits import Fit, counted, sample_of
 from hushgrad.glm.losses import ScoreLoss, ridge
 from hushgrad.glm.perturbation import (
     TOLERANCE,
@@ -40,7 +41,7 @@ from hushgrad.noise import gaussian
 from hushgrad.plan import Plan
 from hushgrad.resuming import Fingerprint, none
 from hushgrad.rng import Rng
-from hushgrad.types import Relation
+from hushgrad.types import Refused, Relation
 
 ALGORITHMS = ("sgd", "gd", "objective", "output")
 """Minibatch and full-batch descent, objective and output perturbation."""
@@ -65,7 +66,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's choices; see the estimators."""
+    """The user's choices; see the estimators. `family` is that of the estimator, see `fits`."""
 
     epsilon: float
     delta: float
@@ -80,6 +81,7 @@ class Settings:
     regularization: float | None
     rng: Rng
     budget: Budget | None
+    family: str = ""
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -114,6 +116,7 @@ class Fitted:
 def fit(features: Any, labels: Tensor, linear: Linear, settings: Settings) -> Fitted:
     """Fit a linear model privately; `features` is a finite array or sparse matrix."""
     records = settings.records or features.shape[0]
+    _require_near(records, features.shape[0])
     if settings.delta * records >= 1:
         raise ValueError(
             f"expected delta below 1 / records = {1 / records:.2g}, got {settings.delta}; such a "
@@ -134,10 +137,30 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: Settings) -> Fi
     )
     by = _by_descent if settings.algorithm in ("sgd", "gd") else _by_perturbation
     theta, guarantee, steps = by(rows, labels, linear, settings, public)
+    sample = sample_of(features, labels.numpy())
+    earlier = counted(
+        Fit(settings.family, sample, public.relation, guarantee.spent, guarantee.delta)
+    )
     found = theta.numpy()
     weights = found[:, : features.shape[1]] / settings.feature_norm
     intercept = found[:, -1] * INTERCEPT if settings.fit_intercept else np.zeros(linear.classes)
-    return Fitted(weights, intercept, guarantee, steps)
+    return Fitted(weights, intercept, guarantee.after(earlier), steps)
+
+
+def _require_near(stated: int, rows: int) -> None:
+    """Refuse a public number of records that is nothing like the number of rows.
+
+    Steps, noise and δ would be chosen for other data. The sizes are those of folds: two folds are
+    near the whole. How many rows there are is private, and not said.
+    """
+    if 2 * stated >= rows and 2 * rows + 1 >= stated:
+        return
+    off = "more than twice" if rows > stated else "less than half"
+    raise Refused(
+        f"expected `records` to be the public number of records, about that of the rows, got "
+        f"{stated} for {off} as many rows; state the number that is public, or leave it out for "
+        "the guarantee of replacing one record"
+    )
 
 
 def _by_descent(
@@ -184,7 +207,7 @@ def _by_descent(
         descent=descent,
         rng=settings.rng,
         budget=settings.budget,
-        fingerprint=_fingerprint(rows, labels) if settings.budget else none,
+        fingerprint=_fingerprint(rows, labels, settings.budget) if settings.budget else none,
     )
     guarantee = GlmGuarantee(
         spent=math.fsum([spent, *(charge.epsilon for charge in done.charges)]),
@@ -238,7 +261,7 @@ def _by_perturbation(
         problem,
         rng=settings.rng,
         budget=settings.budget,
-        fingerprint=_fingerprint(rows, labels) if settings.budget else none,
+        fingerprint=_fingerprint(rows, labels, settings.budget) if settings.budget else none,
     )
     left = f"regularization {strength / public.records:.4g} a record, the minimiser's gradient "
     guarantee = GlmGuarantee(
@@ -269,12 +292,18 @@ def _strength(problem: Problem, public: Public, parameters: int, objective: bool
 
 
 def _public(settings: Settings) -> tuple[str, ...]:
-    count = "the number of records, as stated" if settings.records else "the number of records"
+    count = "the number of records"
+    if settings.records:
+        count += f", stated as {settings.records} (the rows were at most twice and at least half)"
     return (count, "the number of features", "all arguments")
 
 
-def _fingerprint(rows: Rows, labels: Tensor) -> Fingerprint:
-    """A keyed digest of the records as they are used."""
+def _fingerprint(rows: Rows, labels: Tensor, budget: Budget) -> Fingerprint:
+    """A keyed digest of the records as they are used.
+
+    A budget that has other records already takes these for a share of them, as folds are, and
+    charges the fit to them.
+    """
 
     def digest(key: bytes) -> str:
         hashed = hashlib.blake2b(key=key, digest_size=16)
@@ -283,6 +312,7 @@ def _fingerprint(rows: Rows, labels: Tensor) -> Fingerprint:
         for part in [*parts, labels.numpy()]:
             hashed.update(f"{part.dtype} {part.shape} ".encode())
             hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        return hashed.hexdigest()
+        found = hashed.hexdigest()
+        return budget.share(found) if key == budget.salt else found
 
     return digest

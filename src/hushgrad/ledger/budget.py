@@ -127,6 +127,17 @@ class Budget:
             sealed(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
+    def share(self, fingerprint: str) -> str:
+        """The fingerprint by which to open a run on data that may be a share of this budget's.
+
+        It is empty where the budget has another one already: the run is charged here, and what the
+        name stands for stays. Data that have a budget under another name are refused.
+        """
+        with self._file.reading() as connection:
+            known = loaded(connection, self.name, self._file.path).fingerprint
+            _require_no_other(connection, self.name, fingerprint)
+        return fingerprint if known in ("", fingerprint) else ""
+
     def entry(self, identity: str) -> Entry:
         """A run that was opened before, to look at. `resume` is for the process that goes on."""
         _require_row(self.account, identity, self._file)

@@ -98,7 +98,7 @@ def check_briefly(
     alone = alone[passes.oracle.places(size)]
     finite = alone.isfinite()  # beside others it will be seen what becomes of the rest
     if not _near(losses[finite], alone[finite], precision.loss):
-        raise _mixed("in a smaller one", size)
+        raise _mixed("in a smaller one")
     moved = _moved(passes, size, _one_in_turn(turn))
     return (_moved_at(passes, [turn]) if drew else None) or moved
 

@@ -22,7 +22,7 @@ from hushgrad.grouping import per_layer
 from hushgrad.persample import Gradients, difference, recomputed
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows
 from hushgrad.persample.settled import Gradient, Stacked
-from hushgrad.persample.summing import DOUBLE, rows_per_product, sum_of_products, sum_of_rows
+from hushgrad.persample.summing import DOUBLE, Total, rows_per_product, sum_of_products, sum_of_rows
 from hushgrad.pieces import LARGEST_PIECE, Pieces, pieces_for
 from hushgrad.step import Pass, Term
 from hushgrad.types import Refused
@@ -231,21 +231,30 @@ def test_federated_clients_are_summed_as_exactly() -> None:
 
 def test_the_rows_of_a_product_keep_the_error_and_are_as_many_as_can_be() -> None:
     unit = 2.0**-24
-    for lengths, terms in (
-        ([300.0], [2048]),
-        ([1000.0, 2.0, 500.0], [1024, 64, 8192]),
-        ([9e4, 1.0, 30.0], [512, 512, 512]),
-        ([0.0, 700.0], [512, 512]),
+    for totals in (
+        [Total(300.0, 2048)],
+        [Total(1000.0, 1024), Total(2.0, 64), Total(500.0, 8192)],
+        [Total(9e4, 512), Total(1.0, 512), Total(30.0, 512)],
+        [Total(0.0, 512), Total(700.0, 512)],
+        [Total(150.0, 256), Total(150.0, 256, cheap=True), Total(130.0, 256)],
     ):
-        rows = rows_per_product(lengths, terms, within=PIECE_ERROR)
-        pairs = zip(rows, lengths, terms, strict=True)
-        off = [(r + math.ceil(t / r) + 3) * unit * size if r else 0.0 for r, size, t in pairs]
+        rows = rows_per_product(totals, within=PIECE_ERROR)
+        pairs = zip(rows, totals, strict=True)
+        off = [(r + math.ceil(t.terms / r) + 3) * unit * t.length if r else 0.0 for r, t in pairs]
         assert math.hypot(*off) <= PIECE_ERROR
-        finer = rows_per_product(lengths, terms, within=PIECE_ERROR / 4)
+        finer = rows_per_product(totals, within=PIECE_ERROR / 4)
         assert all(f == DOUBLE or f <= r for f, r in zip(finer, rows, strict=True))
-    assert rows_per_product([9e4], [512], within=PIECE_ERROR) == [DOUBLE]
-    assert rows_per_product([1.0], [512], within=PIECE_ERROR) == [512]
-    assert rows_per_product([], [], within=PIECE_ERROR) == []
+    assert rows_per_product([Total(9e4, 512)], within=PIECE_ERROR) == [DOUBLE]
+    assert rows_per_product([Total(1.0, 512, cheap=True)], within=PIECE_ERROR) == [512]
+    assert rows_per_product([], within=PIECE_ERROR) == []
+
+
+def test_what_is_cheap_in_float64_leaves_its_room_to_the_others() -> None:
+    both = [Total(200.0, 256), Total(150.0, 256)]
+    shared, _ = rows_per_product(both, within=PIECE_ERROR)
+    alone, other = rows_per_product([both[0], Total(150.0, 256, cheap=True)], within=PIECE_ERROR)
+    assert other == DOUBLE
+    assert alone > shared
 
 
 @pytest.mark.parametrize("rows", [DOUBLE, 16, 100, 4096])

@@ -18,7 +18,8 @@ def own_randomness(rng: Rng) -> Iterator[None]:
     How far that one had moved would tell the sizes of batches, to whoever sees its state.
     """
     with torch.random.fork_rng():
-        torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
+        if torch.accelerator.is_available():  # for the devices: it would take 0.1 ms for nothing
+            torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
         # Of a seed torch's Mersenne Twister on the CPU takes 32 bits, which can be tried out. Its
         # state is 624 words of 32 bits, each in 64, after three of bookkeeping.
         state = torch.get_rng_state()

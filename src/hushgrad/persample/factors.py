@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hushgrad.persample.summing import DOUBLE, sum_of_products, sum_of_rows
+from hushgrad.persample.summing import DOUBLE, is_cheap, sum_of_products, sum_of_rows
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Dense:
     def terms(self) -> int:
         """How many rows its weighted sum adds up."""
         return self.batch
+
+    @property
+    def cheap(self) -> bool:
+        """Is its weighted sum in float64 cheap? To write these out takes longer than to add."""
+        return is_cheap(64, self.batch, self.values[0].numel()) if self.batch else True
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
         """The sum, by products of at most so many of its terms; see `rows_per_product`."""
@@ -121,6 +126,10 @@ class Outer:
     def terms(self) -> int:
         return self.batch * self.positions
 
+    @property
+    def cheap(self) -> bool:
+        return is_cheap(self.terms, self.b.shape[-1], self.a.shape[-1])
+
     def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
         # The narrower factor takes the weights: that copy is the smaller one.
         a, b = (self.a.double(), self.b.double()) if rows == DOUBLE else (self.a, self.b)
@@ -181,6 +190,10 @@ class OneHot:
     @property
     def terms(self) -> int:
         return 1  # they are added in float64, and their sum is rounded once
+
+    @property
+    def cheap(self) -> bool:
+        return False
 
     def weighted_sum(self, weights: Float[Tensor, " batch"], rows: int) -> Tensor:
         dtype = torch.float64 if rows == DOUBLE else self.dtype

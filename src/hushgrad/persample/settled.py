@@ -99,7 +99,8 @@ LARGEST_FACTOR = 2.0**80  # of a factor's entry: what the other loses by underfl
 
 def _extent(factors: tuple[Factor, ...], lengths: Tensor) -> Extent:
     ratio = rounding(factors[0].dtype) / rounding(torch.float32)
-    return Extent(ratio * lengths, sum(factor.terms for factor in factors))
+    terms, cheap = sum(f.terms for f in factors), all(f.cheap for f in factors)
+    return Extent(ratio * lengths, terms, cheap)
 
 
 class Measured(NamedTuple):

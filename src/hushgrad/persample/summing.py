@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ DOUBLE = 0
 _FEWEST = 16  # rows; with fewer to a product, float64 is faster
 _OTHER = 3  # roundings of a weight, of a weighted row, and of the sum of two factors
 _MARGIN = 1.01  # for lengths that are rounded themselves, and for 1/(1 − nu) in the proof
-_SMALL = 2**22  # multiplications that float64 does in less time than several calls take
+_SMALL = 2**22  # multiplications of a product that float64 does in the time of a few calls
 _TILE = 2**20  # entries of a sum that stay in the processor's cache while products are added
 
 
@@ -32,11 +32,20 @@ class Extent(NamedTuple):
     """What the rounding of a gradient's weighted sum depends on.
 
     `lengths` bounds Σ‖a‖‖b‖ over each record's terms, in units of float32's rounding; `terms` is
-    how many rows all records have.
+    how many rows all records have, and `cheap` whether float64 takes no longer than a few calls.
     """
 
     lengths: Float[Tensor, " batch"]
     terms: int
+    cheap: bool
+
+
+class Total(NamedTuple):
+    """A sum: its length `Σ w‖a‖‖b‖` over the terms, their number, whether float64 is cheap."""
+
+    length: float
+    terms: int
+    cheap: bool = False
 
 
 class Summation(NamedTuple):
@@ -64,44 +73,57 @@ def rows_within(
     if each and math.isfinite(within):
         w = torch.stack([w.abs().double() for _, w in each])
         lengths = torch.stack([extent.lengths for extent, _ in each])
-        total = torch.where(w == 0, 0.0, w * lengths).sum(1)
-        rows = rows_per_product(total.tolist(), rows, within=within)
+        found = torch.where(w == 0, 0.0, w * lengths).sum(1).tolist()
+        totals = [Total(x, e.terms, e.cheap) for x, (e, _) in zip(found, each, strict=True)]
+        rows = rows_per_product(totals, within=within)
     left = iter(rows)
     return {name: tuple(itertools.islice(left, len(held))) for name, held in extents.items()}
 
 
-def rows_per_product(lengths: Sequence[float], terms: Sequence[int], *, within: float) -> list[int]:
+def is_cheap(terms: int, p: int, d: int) -> bool:
+    """Does float64 take about as long for the product of so many rows as a few calls?"""
+    return terms * p * d <= _SMALL
+
+
+def rows_per_product(totals: Sequence[Total], *, within: float) -> list[int]:
     """How many rows one product may add up, for each of several sums that are released together.
 
-    A sum's length is `Σ w‖a‖‖b‖` over its terms. Guarantees: the sums, taken in float32 with so
-    many rows to a product, are together off by at most `within` in Euclidean norm.
+    Guarantees: the sums, taken in float32 with so many rows to a product, or in float64, are
+    together off by at most `within` in Euclidean norm.
 
-    >>> rows_per_product([100.0, 1.0], [512, 32], within=2e-3)
+    >>> rows_per_product([Total(100.0, 512), Total(1.0, 32)], within=2e-3)
     [327, 32]
-    >>> rows_per_product([5000.0, 1.0], [512, 32], within=2e-3)
+    >>> rows_per_product([Total(5000.0, 512), Total(1.0, 32)], within=2e-3)
     [0, 32]
     """
     budget = within / (_MARGIN * rounding(torch.float32))
-    rows = [max(count, 1) for count in terms]
-    single = {i for i, length in enumerate(lengths) if length > 0}
+    single = {i: total for i, total in enumerate(totals) if total.length > 0}
+    rows = [max(total.terms, 1) for total in totals]
     while single:
-        limit = _roundings_allowed([(lengths[i], terms[i]) for i in single], budget)
-        chosen = {i: _rows(limit, terms[i]) for i in single}
-        too_few = [i for i in single if chosen[i] == DOUBLE]
-        if not too_few:
+        limit = _roundings_allowed(single.values(), budget)
+        chosen = {i: _rows(limit, total.terms) for i, total in single.items()}
+        cut = [i for i in single if chosen[i] < single[i].terms]
+        double = [i for i in cut if single[i].cheap] or _longest(
+            {i: single[i] for i in cut if chosen[i] == DOUBLE}
+        )
+        if not double:
             break
-        longest = max(lengths[i] for i in too_few)
-        for i in too_few:
-            if lengths[i] >= longest / 2:
-                single.remove(i)
-                rows[i] = DOUBLE
+        for i in double:
+            del single[i]
+            rows[i] = DOUBLE
     return [chosen[i] if i in single else count for i, count in enumerate(rows)]
 
 
-def _roundings_allowed(sums: Sequence[tuple[float, int]], budget: float) -> float:
+def _longest(totals: Mapping[int, Total]) -> list[int]:
+    """Those of at least half the largest length."""
+    most = max((total.length for total in totals.values()), default=0.0)
+    return [i for i, total in totals.items() if total.length >= most / 2]
+
+
+def _roundings_allowed(totals: Iterable[Total], budget: float) -> float:
     """The largest n such that `hypot(min(n, roundings of one product)·length)` is in the budget."""
     whole, limit = 0.0, 0.0
-    rest = [(length, terms + 1 + _OTHER) for length, terms in sums]
+    rest = [(total.length, total.terms + 1 + _OTHER) for total in totals]
     while rest:
         left = budget**2 - whole
         limit = math.sqrt(max(left, 0.0)) / math.hypot(*(length for length, _ in rest))
@@ -134,9 +156,7 @@ def sum_of_products(
     Factors of a sum in float64 are float64 themselves. A large result is made a tile at a time, so
     that it stays in the cache while it is added to.
     """
-    terms, work = len(a), a.numel() * b.shape[1]
-    if rows < terms and work <= _SMALL:
-        return b.double().mT @ a.double()
+    terms = len(a)
     if rows == DOUBLE or rows >= terms:
         return product(b.mT, a)
     rows = -(-terms // -(-terms // rows))  # alike, in as many products
@@ -162,7 +182,7 @@ def sum_of_rows(
 ) -> Float[Tensor, " n"]:
     """`Σ w v`, by products of at most `rows` records that are added up."""
     batch = len(values)
-    if rows == DOUBLE or (rows < batch and values.numel() <= _SMALL >> 6):
+    if rows == DOUBLE:
         return weights.double() @ values.double()
     w = weights.to(values.dtype)
     if rows >= batch:

@@ -517,6 +517,12 @@ def an_early_end(machine: Protocol) -> None:
     machine.end(which=1, fuse=None)
 
 
+def an_early_end_after_a_replay(machine: Protocol) -> None:
+    """The process that ends it has taken one step, and the one before it four."""
+    resumed(machine, steps=1)
+    machine.end(which=1, fuse=None)
+
+
 def kills(machine: Protocol) -> None:
     for fuse in range(12):
         resumed(machine, lost=fuse % 3 == 0, arithmetic=fuse % 2, fuse=fuse)
@@ -538,6 +544,7 @@ def kills(machine: Protocol) -> None:
         copies_of_a_run_that_ends,
         losses_of_power,
         an_early_end,
+        an_early_end_after_a_replay,
         kills,
     ],
 )

@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -202,8 +202,8 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
     """A few records that the loss accepts, different ones if it can be."""
     few = distinct_records(batch, size)
     try:
-        with comparable(subject, None), WithoutRandomness(), torch.enable_grad():
-            subject.loss(few)
+        with comparable(subject, None), WithoutRandomness() as neutral, torch.enable_grad():
+            neutral.calling(subject.loss)(few)
     except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
         return own_records(batch, size)
     return few
@@ -242,8 +242,9 @@ def _certify_at(
 
     def alone(batch: Batch, n: int) -> Gradients:
         try:
-            with WithoutRandomness(), subject.rewound():
-                return run(subject, batch, n, n, sites)
+            with WithoutRandomness() as neutral, subject.rewound():
+                settled = replace(subject, loss=neutral.calling(subject.loss))
+                return run(settled, batch, n, n, sites)
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(reason_of(error)) from error
 

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def _untempered(output: int) -> int:
 
 # --- generators of one's own --------------------------------------------------------------------
 
+_GLOBAL = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _OWN = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 
 
@@ -81,7 +83,13 @@ def own_generators_unused(subject: Subject) -> Iterator[None]:
     Certification sets torch's draws one by one, at extremes too, but cannot set these.
     """
     before = [(generator, _state_of(generator)) for generator in _own_generators(subject)]
-    yield
+    try:
+        yield
+    finally:  # also of a refusal it may be the reason
+        _refuse_moved(before)
+
+
+def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
     for generator, state in before:
         if state is None or _state_of(generator) != state:
             raise Refused(
@@ -99,7 +107,8 @@ def _own_generators(subject: Subject) -> list[Any]:
         if not type(child).__module__.startswith("torch."):
             found += held_by(type(child).forward)
     inner = [x for held in found for x in _inside(held)]
-    return list({id(x): x for x in map(_behind, [*found, *inner]) if isinstance(x, _OWN)}.values())
+    own = {id(x): x for x in map(_behind, [*found, *inner]) if isinstance(x, _OWN)}
+    return [x for x in own.values() if not any(x is common for common in _GLOBAL)]
 
 
 def _inside(held: Any) -> Iterable[Any]:
@@ -108,7 +117,11 @@ def _inside(held: Any) -> Iterable[Any]:
         return held.values()
     if isinstance(held, list | tuple):
         return held
-    return () if isinstance(held, type | nn.Module) else getattr(held, "__dict__", {}).values()
+    return (
+        ()
+        if isinstance(held, type | nn.Module | ModuleType)
+        else getattr(held, "__dict__", {}).values()
+    )
 
 
 def _behind(x: Any) -> Any:

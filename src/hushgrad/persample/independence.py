@@ -55,7 +55,7 @@ class Passes:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
         with torch.enable_grad(), neutral, self.subject.rewound():
-            losses = checked_losses(self.subject.loss(batch), size).detach()
+            losses = checked_losses(neutral.calling(self.subject.loss)(batch), size).detach()
         return Ran(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hushgrad.persample.generators import GlobalGenerators
-from hushgrad.types import Params
+from hushgrad.types import Batch, Loss, Params
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ MEDIAN = 0.5
 class WithoutRandomness(TorchDispatchMode):
     """Replace every random draw by what `draws` says: by its median, dropout keeps all.
 
-    A mode at this level also sees draws inside backward passes and recomputed activations; Python's
-    and NumPy's generators are set beside it.
+    A mode at this level also sees draws inside backward passes and recomputed activations. Python's
+    and NumPy's generators it sees in the losses that are called by `calling`.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
     `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
@@ -44,29 +44,27 @@ class WithoutRandomness(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self.narrowest, self.drew, self.program = torch.float64, False, 0
+        self._number = 0  # of the draw
 
-    def __enter__(self) -> WithoutRandomness:
-        self._others = GlobalGenerators()
-        self._start()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def calling(self, loss: Loss) -> Loss:
+        """The loss, with Python's and NumPy's draws chosen for each call, all calls alike.
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.drew |= self._others.moved()
-        self._others.restore()
+        Not for longer than a call: others draw from these generators, too.
+        """
 
-    def restart(self) -> None:
-        """Let another pass draw what the first one did."""
-        self.drew |= self._others.moved()
-        self._start()
+        def call(batch: Batch) -> Tensor:
+            self._number, others = 0, GlobalGenerators()
+            if isinstance(self._draws, Seed):
+                others.start(None, self._draws.number)
+            else:
+                others.start(self._draws, 0)
+            try:
+                return loss(batch)
+            finally:
+                self.drew |= others.moved()
+                others.restore()
 
-    def _start(self) -> None:
-        self._number = 0
-        if isinstance(self._draws, Seed):
-            self._others.start(None, self._draws.number)
-        else:
-            self._others.start(self._draws, 0)
+        return call
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -105,7 +103,7 @@ class WithoutRandomness(TorchDispatchMode):
         """What draws come out as; a single number, where they are random, as one of all strata."""
         if not isinstance(self._draws, Seed):
             return _draws_at(self._draws)
-        return _draws_at((_order(self._number)[self._draws.number % STRATA] + 0.5) / STRATA)
+        return _draws_at((int(_order(self._number)[self._draws.number % STRATA]) + 0.5) / STRATA)
 
 
 STRATA = 24
@@ -113,11 +111,10 @@ STRATA = 24
 
 
 @functools.lru_cache(maxsize=256)
-def _order(number: int) -> list[int]:
+def _order(number: int) -> Tensor:
     """In which order seeds meet the strata in one of a pass's draws."""
     generator = torch.Generator().manual_seed(number)
-    order: list[int] = torch.randperm(STRATA, generator=generator).tolist()
-    return order
+    return torch.randperm(STRATA, generator=generator)
 
 
 def _is_single(drawn: Any) -> bool:

@@ -49,8 +49,8 @@ def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Modul
     places = replaced(size)
 
     def kept(batch: Batch) -> Tensor:
-        with WithoutRandomness(), restored({}, modules):
-            return _called(values, batch, size)[~places]
+        with WithoutRandomness() as neutral, restored({}, modules):
+            return _called(neutral.calling(values), batch, size)[~places]
 
     expected, found = kept(batch), [kept(beside_others(batch, places, loud=False))]
     # Loud records show a coupling that a yes or no would hide; a function may refuse them.

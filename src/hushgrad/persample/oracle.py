@@ -138,12 +138,11 @@ def _each_alone(
     subject: Subject, few: Batch, backward: bool, neutral: WithoutRandomness
 ) -> tuple[Alone, bool]:
     """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
-    alone, wrote = [], False
+    alone, wrote, loss = [], False, neutral.calling(subject.loss)
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
-        neutral.restart()
         with restored(subject.params, subject.modules) as changed, no_wrapper_called():
-            run = one_record(subject.loss, subject.params, record, copies, backward=backward)
+            run = one_record(loss, subject.params, record, copies, backward=backward)
             alone.append(run)
         wrote |= bool(changed)
     return alone, wrote

@@ -73,9 +73,13 @@ def replaced(size: int, variant: int = 0) -> Tensor:
     Variants 0 and 1 are complements: of any two places that one of them parts, each sees the
     other's record replaced once. Of the first and the last these are such.
     """
-    generator = torch.Generator().manual_seed(size + (variant // 2 << 32))
+    generator = torch.Generator().manual_seed(3 * size + variant // 2)
     places = torch.zeros(size, dtype=torch.bool)
-    places[torch.randperm(size, generator=generator)[: size // 2]] = True
+    while True:
+        order = torch.randperm(size, generator=generator)
+        places = torch.zeros(size, dtype=torch.bool).index_fill(0, order[: size // 2], True)
+        if size < 4 or not any(torch.equal(places.roll(i), places) for i in range(1, size)):
+            break
     if size > 1 and places[0] == places[-1]:
         other = int((places != places[0]).nonzero()[0])
         places[[other, -1]] = places[[-1, other]]

@@ -37,7 +37,8 @@ def attempt(
     watched = guarded(subject.params, subject.modules, subject.free_buffers)
     try:
         with subject.rewound(), WithoutRandomness(draws) as neutral, watched:
-            gradients = trace(subject.loss, subject.params, batch, size, size, guide)
+            loss = neutral.calling(subject.loss)
+            gradients = trace(loss, subject.params, batch, size, size, guide)
             return gradients, neutral.program
     except (Refused, Ambiguous, Unforeseen):
         raise

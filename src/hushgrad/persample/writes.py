@@ -54,6 +54,6 @@ def _free_buffers(subject: Subject, few: Batch) -> frozenset[Key]:
 
 def _written(subject: Subject, batch: Batch) -> dict[Key, Tensor]:
     watched = restored(subject.params, subject.modules)
-    with watched as changed, torch.enable_grad(), WithoutRandomness():
-        checked_losses(subject.loss(batch), records.count(batch))
+    with watched as changed, torch.enable_grad(), WithoutRandomness() as neutral:
+        checked_losses(neutral.calling(subject.loss)(batch), records.count(batch))
     return changed

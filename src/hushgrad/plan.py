@@ -16,7 +16,7 @@ from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Course, Sgd, Stage
 from hushgrad.algorithms.algorithm import counted
 from hushgrad.clipping import Adaptive, Clip, automatic
-from hushgrad.events import repeated
+from hushgrad.events import repeated, steps_of
 from hushgrad.grouping import Grouping, whole
 from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, gaussian
@@ -191,9 +191,7 @@ def plan(
     if (epsilon is None) == (noise_multiplier is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
-    if not (math.isfinite(epochs) and epochs > 0):
-        raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
-    steps = math.ceil(epochs * records / batch - 1e-9)
+    steps = steps_of(epochs, records=records, batch=batch)
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm

@@ -15,6 +15,7 @@ import typer
 from hushgrad.cli.errors import sentences
 from hushgrad.cli.progress import Bar
 from hushgrad.cli.request import asked_for, budget_for, free_folder, request_for, resumed
+from hushgrad.cli.target import called
 from hushgrad.launch import Outcome, carry_out, start
 from hushgrad.preflight import check
 from hushgrad.recipe import Recipe
@@ -90,7 +91,8 @@ def train(
                 charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
                 request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
             recipe = asked.recipe(data=data, seed=request.weights_seed)
-            check(recipe, device=device)
+            with called("the recipe's model and loss"):
+                check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())
             run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)

@@ -199,7 +199,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ((*PLAN, "--epsilon", "-1"), "expected epsilon > 0 and finite, got -1.0"),
     ((*PLAN, "--epsilon", "3", "--accountant", "gdp"), "got gdp, which is an approximation"),
     ((*PLAN, "--noise-multiplier", "3", "--accountant", "gdp"), "which is an approximation"),
-    ((*PLAN, "--epsilon", "3", "--epochs", "0"), "expected --epochs above 0, got 0.0"),
+    ((*PLAN, "--epsilon", "3", "--epochs", "0"), "expected epochs above 0, got 0.0"),
     ((*PLAN, "--epsilon", "3", "--batch", "60000"), "got 60000 of 50000"),
 ]
 

@@ -22,6 +22,8 @@ from dp_accounting.dp_event import NoOpDpEvent
 
 from hushgrad.types import Refused
 
+_MOST_STEPS = 10**12  # of a run: more than can be taken, and few enough to be counted exactly
+
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class PureDpEvent(DpEvent):  # type: ignore[misc]
@@ -90,9 +92,28 @@ class MixedDpEvent(DpEvent):  # type: ignore[misc]
 
 def repeated(steps: int, event: DpEvent) -> DpEvent:
     """`event` at each of `steps` steps (T)."""
-    if steps != int(steps) or steps < 0:
-        raise ValueError(f"expected a whole number of steps, 0 or more, got {steps}; pass a count")
+    if not (0 <= steps <= _MOST_STEPS and steps == int(steps)):
+        raise ValueError(
+            f"expected a whole number of steps, 0 or more, got {steps}; pass a count of at most "
+            f"{_MOST_STEPS:.0g}"
+        )
     return SelfComposedDpEvent(event, steps) if steps else NoOpDpEvent()
+
+
+def steps_of(epochs: float, *, records: int, batch: int) -> int:
+    """The steps that so many expected passes over the data take, rounded up.
+
+    >>> steps_of(40, records=60_000, batch=512)
+    4688
+    """
+    if not (math.isfinite(epochs) and epochs > 0):
+        raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
+    if epochs > _MOST_STEPS * batch / records:
+        raise ValueError(
+            f"expected epochs of at most {_MOST_STEPS:.0g} steps together, got {epochs:g} of "
+            f"{records / batch:.6g} steps each; pass fewer epochs or a larger batch"
+        )
+    return math.ceil(epochs * records / batch - 1e-9)
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:

@@ -17,7 +17,7 @@ from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Course, Sgd, Stage
 from hushgrad.algorithms.algorithm import counted
 from hushgrad.clipping import Adaptive, Clip, automatic
-from hushgrad.events import repeated
+from hushgrad.events import repeated, steps_of
 from hushgrad.grouping import Grouping, whole
 from hushgrad.metrics import Metrics
 from hushgrad.noise import Noise, gaussian
@@ -198,15 +198,13 @@ def plan(
     if (epsilon is None) == (noise_multiplier is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
-    if not (math.isfinite(epochs) and epochs > 0):
-        raise ValueError(f"expected epochs above 0, got {epochs}; pass 1 for one pass")
     if 1 <= delta * records < records:
         warnings.warn(
             f"expected delta below 1 / records = {1 / records:.2g}, got {delta:g}, by which "
             "publishing a record chosen at random would pass; use a smaller delta",
             stacklevel=2,
         )
-    steps = math.ceil(epochs * records / batch - 1e-9)
+    steps = steps_of(epochs, records=records, batch=batch)
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm

@@ -349,6 +349,12 @@ def test_many_small_losses_are_not_rounded_up_to_larger_ones(relation: Relation)
     assert limit <= PLD.epsilon(run, delta=1e-5, relation=relation) <= 1.02 * limit
 
 
+def test_steps_whose_sum_no_grid_holds_are_refused_at_once() -> None:
+    for steps, rate, noise in ((10**9, 0.5, 0.5), (4 * 10**10, 0.01, 1.0), (10**12, 0.01, 1.0)):
+        with pytest.raises(Refused, match="the pld accountant can resolve"):
+            PLD.epsilon(repeated(steps, poisson(rate, gaussian(noise))), delta=1e-5)
+
+
 def test_a_thousand_million_steps_end() -> None:
     """Two hundred losses to that power is a number with two thousand million digits."""
     run = repeated(10**9, poisson(1e-6, gaussian(4.0)))

@@ -83,10 +83,12 @@ class Pld:
     ) -> float:
         """Return ε at this δ, or raise `Refused` with the remedy."""
         require_delta(delta)
-        accountant = self._composed(event, relation)
+        bare = _bare(event, relation)
         usable = delta - _fourier_slack(event, relation)
-        found = float(accountant.get_epsilon(usable)) if usable > 0 else math.inf
-        if found == math.inf and not _bare(event, relation):
+        found = math.inf
+        if usable > 0 or bare:
+            found = float(self._composed(event, relation).get_epsilon(max(usable, 0.0)))
+        if found == math.inf and not bare:
             raise Refused(
                 f"expected a delta that the pld accountant can resolve, got {delta}, which is "
                 "within its rounding; use the rdp accountant or a larger delta"

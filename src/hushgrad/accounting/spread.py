@@ -22,6 +22,7 @@ from hushgrad.types import Relation
 _MOST_POINTS = 1e6  # of the composed losses; beyond, the grid is made coarser
 _MOST_OF_ONE = 4e5  # of one step's losses, each of which takes the package microseconds
 _MOST_CELLS = 4e6  # of one step's losses × components, of which the package makes a whole matrix
+_MOST_ROUNDED = 1e7  # steps × one step's deviation, on a grid that is coarser than the deviation
 _FINE = 1e-4  # the step of a grid that may have all of these points
 _MOST_TO_REFINE = 1e5  # of one step's losses, where a finer grid than asked for would help
 _MANY = 1000  # steps, whose roundings add up
@@ -136,7 +137,12 @@ def _spread_of(part: DpEvent, count: int, relation: Relation) -> _Spread:
     mixture = _mixture(part, relation)
     if mixture is None:
         return _Spread(0.0, 0.0, 0.0)
-    return replace(_composed(mixture, count), fine=fine)
+    found, deviation = _composed(mixture, count), math.sqrt(squared)
+    coarse = found.composed / _MOST_POINTS > deviation / 2
+    if coarse and count * deviation > _MOST_ROUNDED:
+        # Rounded to a coarser grid the losses spread further, so that it had to be coarser still.
+        return replace(found, composed=math.inf)
+    return replace(found, fine=fine)
 
 
 def _reach(mu_squared: float) -> float:

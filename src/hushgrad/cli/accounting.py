@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from hushgrad.cli.errors import sentences
 from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
 from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
 from hushgrad.cli.shown import growth, shown
+from hushgrad.events import steps_of
 from hushgrad.guarantee import up
 from hushgrad.types import Relation
 
@@ -102,10 +102,8 @@ def plan(
     options make no sense, the accountant does not cover them, or the budget has no room.
     """
     with sentences(), budget_at(ledger, dataset) as budget:
-        if not (math.isfinite(epochs) and epochs > 0):
-            raise ValueError(f"expected --epochs above 0, got {epochs}; pass 1 for one pass")
         batches = batches_of(sampling, rate=None, records=records, batch=batch, max_batch=max_batch)
-        steps = math.ceil(epochs / batches.rate - 1e-9)
+        steps = steps_of(epochs, records=records, batch=batch)
         neither = epsilon is None and noise_multiplier is None
         terms = terms_of(
             budget,

@@ -22,6 +22,8 @@ from hushgrad.audit.floating_point import (
 audit = typer.Typer(no_args_is_help=True, help="Attack the library, and see what it gives away.")
 """The group of commands `hushgrad audit`."""
 
+_Trials = typer.Option(min=2, max=10**5, help="releases of either kind, per attack")
+_Draws = typer.Option(min=16, max=2**30, help="numbers to look for the tail in")
 _MECHANISMS: dict[str, Mechanism] = {
     "float32, torch.randn": float32_noise,
     "float64, no grid": float64_noise,
@@ -36,8 +38,8 @@ def attacks() -> None:
 
 @audit.command()
 def noise(
-    trials: Annotated[int, typer.Option(min=2, help="releases of either kind, per attack")] = 40,
-    draws: Annotated[int, typer.Option(min=16, help="numbers to look for the tail in")] = 2**24,
+    trials: Annotated[int, _Trials] = 40,
+    draws: Annotated[int, _Draws] = 2**24,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Tell a known record of norm 1 from one noisy sum at σ = 1, by the bits of the noise.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def drawn(curve: Curve, *, width: int = 60, height: int = 10) -> str:
              └────────
               0      2
     """
-    right, top = curve[-1][0], max(y for _, y in curve) or 1.0
+    right, top = curve[-1][0], max((y for _, y in curve if math.isfinite(y)), default=0.0) or 1.0
+    curve = [(x, y if math.isfinite(y) else 2 * top) for x, y in curve]  # beyond the top
     levels = [_at(curve, (column + 0.5) / width * right) / top * height for column in range(width)]
     lines = []
     for row in range(height, 0, -1):
@@ -50,7 +52,8 @@ def saved(curves: dict[str, Curve], path: Path, *, title: str) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name, curve in curves.items():
-        axes.plot([x for x, _ in curve], [y for _, y in curve], label=name)
+        shown = [(x, y) for x, y in curve if math.isfinite(y)]
+        axes.plot([x for x, _ in shown], [y for _, y in shown], label=name)
     axes.set(xlabel="steps", ylabel="ε", title=title, xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,11 +87,15 @@ def clipping_bias(
 
 def _records(loss: str, data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     if data is not None:
-        found = np.loadtxt(data, delimiter=",", ndmin=2)
-        if found.shape[1] != 2 or not np.isfinite(found).all():
+        if not data.is_file():
+            raise ValueError(f"expected a CSV file, got {data}, which is none; name another --data")
+        with warnings.catch_warnings(action="ignore"):  # of an empty file, which is refused below
+            found = np.loadtxt(data, delimiter=",", ndmin=2)
+        if found.shape[1] != 2 or not len(found) or not np.isfinite(found).all():
             raise ValueError(
-                f"expected two columns of numbers, feature and label, in {data}, got "
-                f"{found.shape[1]} columns; leave out the heading and all other columns"
+                f"expected two columns of finite numbers, feature and label, in {data}, got "
+                f"{len(found)} rows of {found.shape[1]} columns; leave out the heading, all other "
+                "columns, and rows without a number"
             )
         return torch.from_numpy(found[:, :1].copy()), torch.from_numpy(found[:, 1].copy())
     if loss in ("logistic", "hinge"):

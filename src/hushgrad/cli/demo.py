@@ -31,7 +31,7 @@ _PREPARED = (
 def demo(
     output: Annotated[Path, typer.Option(help="where the picture goes")] = Path("demo.png"),
     seed: Annotated[int | None, typer.Option(help="reproducible, and not private")] = None,
-    share: Annotated[float, typer.Option(min=0, help="of the steps; below 1 for a try")] = 1.0,
+    share: Annotated[float, typer.Option(min=0, max=1, help="of the steps, for a try")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Train two small models on scikit-learn's digits, with and without privacy.

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from torch import Tensor, nn
 
-from hushgrad.cli.target import function_named
+from hushgrad.cli.target import called, function_named
 from hushgrad.diagnosis import doctor as examine
-from hushgrad.types import Refused
+from hushgrad.nested import leaves_of
 
 
 def doctor(
@@ -31,8 +32,9 @@ def doctor(
     model, loss, batch = _load(target)
     console = Console()
     try:
-        diagnosis = examine(model, loss, batch)
-    except Refused as refusal:
+        with called("the model and its loss"):
+            diagnosis = examine(model, loss, batch)
+    except ValueError as refusal:
         if as_json:
             typer.echo(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
         else:
@@ -48,11 +50,20 @@ def doctor(
 
 def _load(target: str) -> Any:
     try:
-        model, loss, batch = function_named(target)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        with called(target):
+            model, loss, batch = function_named(target)()
+        _require_model(model, loss, batch)
+    except (OSError, ValueError) as error:
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
             f"batch, got {target!r} ({error}); try hushgrad.demo:cnn"
         )
         raise typer.BadParameter(message) from error
     return model, loss, batch
+
+
+def _require_model(model: Any, loss: Any, batch: Any) -> None:
+    if not isinstance(model, nn.Module) or not callable(loss):
+        raise ValueError(f"it returned a {type(model).__name__} and a {type(loss).__name__}")
+    if not any(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) for leaf in leaves_of(batch)):
+        raise ValueError("its batch holds no record")

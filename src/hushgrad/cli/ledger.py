@@ -18,6 +18,7 @@ from rich.table import Table
 
 from hushgrad.accounting import gaussian, poisson, repeated
 from hushgrad.cli.errors import sentences
+from hushgrad.events import steps_of
 from hushgrad.ledger import Budget, Ledger, Rule, order_for, renyi, total
 from hushgrad.ledger.ledger import require_budget
 from hushgrad.ledger.records import Account, Charge, Row, figure
@@ -178,13 +179,13 @@ def _rule(
             "--typical-epochs and --typical-noise-multiplier, got something else; give one of the "
             "two"
         )
-    if not 1 <= batch <= records or not (math.isfinite(epochs) and epochs > 0):
+    if not 1 <= batch <= records:
         raise ValueError(
-            f"expected 1 <= batch <= records and epochs above 0 for the typical run, got {batch} "
-            f"of {records} and {epochs}; describe a run that could be"
+            f"expected 1 <= batch <= records for the typical run, got {batch} of {records}; "
+            "describe a run that could be"
         )
     step = poisson(batch / records, gaussian(sigma))
-    run = repeated(math.ceil(epochs * records / batch - 1e-9), step)
+    run = repeated(steps_of(epochs, records=records, batch=batch), step)
     return renyi(order_for(run, delta=delta, relation=relation))
 
 

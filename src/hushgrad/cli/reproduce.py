@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hushgrad.cli.errors import sentences
+
 
 def reproduce(
     name: Annotated[str, typer.Argument(help="Which one; `list` names them.")],
@@ -29,13 +31,10 @@ def reproduce(
             typer.echo(known.replace(", ", "\n"))
             return
         raise typer.BadParameter(f"expected one of {known}, got {name}")
-    out.mkdir(parents=True, exist_ok=True)
-    with console.status("starting") as status:
-        settings = Settings(out, data, seeds, lambda line: status.update(line))
-        try:
+    with sentences():
+        out.mkdir(parents=True, exist_ok=True)
+        with console.status("starting") as status:
+            settings = Settings(out, data, seeds, lambda line: status.update(line))
             REPRODUCTIONS[name](settings)
-        except ValueError as error:
-            console.print(f"[red]{error}[/red]")
-            raise typer.Exit(1) from error
     for path in sorted(out.iterdir()):
         typer.echo(str(path))

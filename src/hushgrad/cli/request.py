@@ -15,7 +15,7 @@ import torch
 
 from hushgrad.builtin import CLASSIFIED, classifier
 from hushgrad.cli.options import bound, spelled, split
-from hushgrad.cli.target import NotFound, function_named
+from hushgrad.cli.target import NotFound, called, function_named
 from hushgrad.data.files import VARIABLE
 from hushgrad.ledger import Budget, Ledger
 from hushgrad.recipe import Recipe
@@ -44,7 +44,8 @@ class Asked:
         offered = {"data": Path(found) if found else None, "seed": seed}
         keywords = bound(self.function, given, offered=offered, name=self.target)
         torch.manual_seed(seed)
-        recipe = self.function(**keywords)
+        with called(self.target):
+            recipe = self.function(**keywords)
         if not isinstance(recipe, Recipe):
             raise ValueError(
                 f"expected a function that returns a hushgrad.recipe.Recipe, got a "
@@ -75,7 +76,7 @@ def asked_for(arguments: Sequence[str], named: dict[str, str | None]) -> Asked:
             f"{', '.join(CLASSIFIED)}, got {target!r} ({error}); correct the name"
         ) from error
     module = Path(target.rpartition(":")[0]).stem.rpartition(".")[2]
-    return Asked(target, function, options, f"{module}-{function.__name__}")
+    return Asked(target, function, options, f"{module}-{target.rpartition(':')[2]}")
 
 
 def request_for(

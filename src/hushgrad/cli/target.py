@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_LIBRARY = re.compile(r"site-packages|^<frozen")
+
 
 class NotFound(ValueError):
     """Raised where a target names no function; says what is wrong with it."""
+
+
+@contextmanager
+def called(what: str, *, besides: type[Exception] = ValueError) -> Iterator[None]:
+    """Turn what the user's own code raises into one sentence with the place; ours passes as it is.
+
+    `SystemExit` too: a recipe that ends the process by itself has returned nothing.
+    """
+    try:
+        yield
+    except (ValueError, OSError, besides):  # sentences of ours, or as good as one
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"expected {what} to run, got {type(error).__name__}: {error}{_place(error)}; "
+            "correct it there"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Where an error came from, in the innermost file that is not a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    if not own or Path(own[-1].filename).parent == Path(__file__).parent:
+        return ""
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
 
 def function_named(target: str) -> Callable[..., Any]:
@@ -26,15 +57,18 @@ def function_named(target: str) -> Callable[..., Any]:
     module = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
     found = getattr(module, name, None)
     if not callable(found):
-        raise NotFound(f"{place} has no function {name!r}")
+        raise NotFound(f"{place or 'it'} has no function {name!r}")
     return found  # type: ignore[no-any-return]
 
 
 def _from_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise NotFound(f"{name!r} is neither a module's name nor that of a file that ends in .py")
     _look_in(Path.cwd())
     try:
-        return importlib.import_module(name)
-    except (ImportError, ValueError) as error:
+        with called(name, besides=ImportError):
+            return importlib.import_module(name)
+    except (ImportError, ValueError, OSError) as error:
         raise NotFound(str(error)) from error
 
 
@@ -49,8 +83,9 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look it up there
     try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
+        with called(path.name, besides=ImportError):
+            spec.loader.exec_module(module)
+    except (ImportError, ValueError, OSError) as error:
         raise NotFound(f"{path} cannot be imported: {error}") from error
     return module
 

@@ -23,6 +23,7 @@ from hushgrad.cli.request import (
     request_for,
     resumed,
 )
+from hushgrad.cli.target import called
 from hushgrad.launch import carry_out, start
 from hushgrad.preflight import check
 from hushgrad.report import VERSIONS, Request, write_beginning, write_end, write_progress
@@ -99,7 +100,7 @@ def train(
                 # `check` refuses what this warns of.
                 filterwarnings("ignore", "expected delta below 1 / records", UserWarning)
                 recipe = asked.recipe(data=data, seed=request.weights_seed)
-            with certifying(quiet=quiet or as_json):
+            with certifying(quiet=quiet or as_json), called("the recipe's model and loss"):
                 check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(interrupts())

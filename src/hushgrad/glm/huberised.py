@@ -162,7 +162,7 @@ class ClippedObjective:
         values = self.huberised.value(z, _each(y, len(thetas)), _each(norms, len(thetas)))
         still = self.labels[~moved]
         rest = self.huberised.loss.value(torch.zeros(len(still), dtype=torch.float64), still)
-        return (values.reshape(len(x), -1).sum(0) + rest.sum()) / len(self.features)
+        return (values.reshape(len(x), len(thetas)).sum(0) + rest.sum()) / len(self.features)
 
     def gradient(self, theta: Float64[Tensor, " p"], *, clipped: bool) -> Float64[Tensor, " p"]:
         """The gradient of either mean."""

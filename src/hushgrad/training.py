@@ -158,11 +158,11 @@ class Run:
         self._memory.released(step, round.digest)
         self._remembered = remembered
         self._read(round)
-        for name, p in self._params.items():
-            p.grad = estimate[name].to(p.dtype)
         if round.regulariser is not None:
             round.penalty = gradient_of(round.regulariser, self._params)
-            _add(round.penalty, self._params)
+        for name, p in self._params.items():
+            grad = estimate[name].to(p.dtype)
+            p.grad = grad + round.penalty[name] if name in round.penalty else grad
         output = plan.algorithm.output
         self._output = output.before(self._output, round)
         plan.algorithm.update(self._params, self._optimizer)
@@ -394,10 +394,3 @@ def train(
 
 def _trainable(model: nn.Module) -> Params:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _add(gradient: Mapping[str, Tensor], params: Params) -> None:
-    for name, extra in gradient.items():
-        p = params[name]
-        assert p.grad is not None
-        p.grad += extra

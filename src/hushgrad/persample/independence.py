@@ -18,7 +18,7 @@ from hushgrad.persample.probes import (
     replaced,
     variations,
 )
-from hushgrad.persample.records import MULTIPLE, count, cut, padded_size
+from hushgrad.persample.records import MULTIPLE, count, cut, padded_size, take
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import same_bits
@@ -92,15 +92,16 @@ def check_briefly(
 
     In place of runs of one record each there is one of these few, at another size.
     """
-    passes = Passes(subject, Oracle(few, [torch.empty(0)] * count(few), [], precision))
-    alone, _, drew = passes.run(few, count(few))
+    oracle = Oracle(few, [torch.empty(0)] * count(few), [], precision)
+    alone, _, drew = Passes(subject, oracle).run(few, count(few))
+    passes = Passes(subject, replace(oracle, drew=drew))
     losses = passes.probe(size).losses
-    alone = alone[passes.oracle.places(size)]
+    alone = alone[oracle.places(size)]
     finite = alone.isfinite()  # beside others it will be seen what becomes of the rest
     if not _near(losses[finite], alone[finite], precision.loss):
         raise _mixed("in a smaller one")
     moved = _moved(passes, size, _one_in_turn(turn))
-    return (_moved_at(passes, [turn]) if drew else None) or moved
+    return _moved_at(passes, [turn]) or moved
 
 
 def _moved_at(passes: Passes, seeds: Sequence[int]) -> str | None:
@@ -242,17 +243,22 @@ def multiple_for(passes: Passes, size: int) -> int:
     Vectorised kernels treat the end of a tensor by other code, so it depends on the model's shapes,
     and shows in some values only: many variations of the records are tried.
     """
-    count = passes.oracle.count
+    few = passes.oracle.count
     for multiple in _MULTIPLES[:-1]:
         whole = padded_size(3 * MULTIPLE, multiple)
         if not all(_same_in_parts(passes, whole, multiple, seed) for seed in range(_VARIATIONS)):
             continue
-        in_turn, *_ = passes.probe(padded_size(size, multiple))
-        few, places = passes.oracle.places(multiple).tolist(), passes.oracle.places(len(in_turn))
-        alone = passes.probe(multiple).losses[[few.index(i) for i in range(count)]]
-        if same_bits(in_turn, alone[places]):
+        in_turn = _in_turn(passes, padded_size(size, multiple))
+        alone = _in_turn(passes, multiple)[:few]
+        if all(same_bits(x, alone[: len(x)]) for x in in_turn.split(few)):
             return multiple
     return _MULTIPLES[-1]
+
+
+def _in_turn(passes: Passes, size: int) -> Tensor:
+    """The losses of the oracle's records, which stand at few places within a multiple."""
+    oracle = passes.oracle
+    return passes.losses(take(oracle.records, [i % oracle.count for i in range(size)]), size)
 
 
 def _same_in_parts(passes: Passes, whole: int, multiple: int, seed: int) -> bool:

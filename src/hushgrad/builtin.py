@@ -67,6 +67,7 @@ CLIPS: dict[str, Callable[[], Clip]] = {
 
 _SIZES = {"digits": (1024, 50.0)}  # of a batch, and epochs
 _USUAL_SIZES = (1024, 10.0)
+_MOST_RATE = 1e6  # beyond, weights overflow
 _RATES = {"linear": 2.0, "mlp": 1.0, "cnn": 1.0}
 
 
@@ -99,8 +100,10 @@ def classifier(
         network = MODELS[_one_of("model", model, tuple(MODELS))](shape, len(split.classes))
     usual_batch, usual_epochs = _SIZES.get(dataset, _USUAL_SIZES)
     rate = _RATES[model] if lr is None else lr
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"expected lr above 0, got {rate}; 0.1 to 4 is usual")
+    if not 0 < rate <= _MOST_RATE:
+        raise ValueError(
+            f"expected lr above 0 and at most {_MOST_RATE:g}, got {rate}; 0.1 to 4 is usual"
+        )
     if epsilon is None and noise_multiplier is None:
         epsilon = 3.0
     size_of_batch = min(usual_batch, size) if batch is None else batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,8 @@ from dp_accounting import DpEvent
 
 from hushgrad.noise.standard import Pair, laplace_pair, normal_pair
 from hushgrad.types import Bounded, Refused
+
+_MOST_NOISE = 1e30  # times a clipping norm, it must be a float32
 
 
 @dataclass(frozen=True)
@@ -74,5 +75,8 @@ def laplace(noise_multiplier: float) -> Noise:
 
 
 def _require_multiplier(value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"expected a noise multiplier >= 0 and finite, got {value}")
+    if not 0 <= value <= _MOST_NOISE:
+        raise ValueError(
+            f"expected a noise multiplier >= 0 and at most {_MOST_NOISE:g}, got {value}; 0.5 to 10 "
+            "is usual"
+        )

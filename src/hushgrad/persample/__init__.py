@@ -13,6 +13,7 @@ from hushgrad.persample import records
 from hushgrad.persample.cache import Cache, fingerprint
 from hushgrad.persample.certify import Certificate, certify
 from hushgrad.persample.constants import constant, opened
+from hushgrad.persample.faults import bad_indices_named, refuse_meta
 from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.retests import extend, retest
@@ -46,6 +47,7 @@ _structures = Structures()
 _log = logging.getLogger(__name__)
 
 
+@bad_indices_named()
 def per_sample(
     loss: Loss,
     params: Params,
@@ -73,6 +75,7 @@ def per_sample(
     require_one_process()
     check_parameters(params)
     size = records.count(batch)
+    refuse_meta(params, batch)
     if size == 0:
         device = next(iter(params.values())).device
         return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
@@ -91,6 +94,7 @@ def per_sample(
     return gradients
 
 
+@bad_indices_named()
 def certificate_for(
     loss: Loss,
     params: Params,
@@ -105,6 +109,7 @@ def certificate_for(
     check_parameters(params)
     subject = Subject(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
+    refuse_meta(params, batch)
     batch, _ = opened(batch)
     return _certified(subject, forms, records.laid_out(batch))
 

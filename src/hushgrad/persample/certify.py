@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hushgrad.persample import records
 from hushgrad.persample.compiled import VECTOR
+from hushgrad.persample.faults import no_finite_record
 from hushgrad.persample.forms import Form, Run, traced
 from hushgrad.persample.generators import own_generators_unused
 from hushgrad.persample.gradients import Gradients
@@ -156,10 +157,8 @@ def _certified(
         subject, oracle = consulted(subject, few)
         evidence = Evidence(oracle.precision)
         if oracle.count == 0:
-            raise Refused(
-                "none of the records that certification drew has a finite loss and gradient; "
-                "clean the data, or lower the scale of the model's first outputs"
-            )
+            together = Passes(subject, oracle).losses(few, records.count(few))
+            raise no_finite_record(bool(together.isfinite().any()))
         refuse_unreached(subject, oracle)
         passes = Passes(subject, oracle)
         least = multiple_for(passes, size)

@@ -1,4 +1,4 @@
-"""What an installed hushgrad says of itself, and that README commands need no more than it."""
+"""What an installed hushgrad says of itself, and that the README's commands need no more."""
 
 from __future__ import annotations
 

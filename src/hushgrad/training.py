@@ -74,6 +74,7 @@ class Run:
         self._position = self.steps_taken = 0
         self._drawn: Drawn | None = None
         self._unused = 0
+        self._ended_at: int | None = None
         self._finished = False
         self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
         self._constants = constants
@@ -188,13 +189,13 @@ class Run:
             self.steps_taken,
             self._memory.rng.reproducible,
             self._memory.charges,
-            steps_unused=self._position - self.steps_taken - (self._drawn is not None),
+            steps_unused=self.steps_drawn - self.steps_taken - (self._drawn is not None),
         )
 
     @property
     def steps_drawn(self) -> int:
         """The number of steps whose batches were drawn, which is what the run is charged for."""
-        return self._position
+        return self._position if self._ended_at is None else self._ended_at
 
     @property
     def entry(self) -> Entry | None:
@@ -218,7 +219,8 @@ class Run:
         found = self.plan.algorithm.output.result(self._output)
         if found is not None:
             move(self._params, found)
-        self._position, self._drawn = len(self), None  # so the last checkpoint has no steps left
+        self._ended_at = self._position
+        self._position = len(self)  # so that the last checkpoint has no steps left
         self._memory.finish(self)
         self._finished = True
 

@@ -154,7 +154,12 @@ class Training:
         self.position, self.steps_taken = state["step"], state["taken"]
         self.weights = bytes.fromhex(state["weights"])
 
+    @property
+    def steps_drawn(self) -> int:
+        return self.steps_taken
+
     def step(self) -> None:
+        self.memory.drawn(self.position)
         batch = self.memory.sampling.name
         parts = (batch, self.position, self.weights, self.arithmetic)
         total = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

@@ -39,12 +39,14 @@ def gaussian_epsilon(noise_multiplier: float, *, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, delta=1e-5), 4)
     4.3772
     """
-    return float(get_epsilon_gaussian(min(noise_multiplier, _MOST_NOISE), delta)) * _UP
+    with np.errstate(divide="ignore"):  # a δ of 0 on the way has the logarithm -inf
+        return float(get_epsilon_gaussian(min(noise_multiplier, _MOST_NOISE), delta)) * _UP
 
 
 def gaussian_noise_multiplier(epsilon: float, *, delta: float) -> float:
     """Return the least noise ÷ sensitivity with which one Gaussian release is (ε, δ)-DP."""
-    return float(get_sigma_gaussian(epsilon, delta)) * _UP
+    with np.errstate(divide="ignore"):
+        return float(get_sigma_gaussian(epsilon, delta)) * _UP
 
 
 def gradient_descent_noise_multiplier(epsilon: float, *, delta: float, steps: int) -> float:

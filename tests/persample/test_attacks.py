@@ -85,10 +85,10 @@ def test_mates_that_move_only_the_last_bits_leave_each_record_to_itself(
         return model(x).square().sum(1) + 1e-13 * (x > 0).double().sum()
 
     x = torch.randn(16, 5, dtype=torch.float64)
-    with pytest.raises(Refused, match="if only by rounding"):
+    with pytest.raises(Refused, match=r"if only by rounding|other last bits"):
         per_sample(loss, private(model), x, modules=(model,), form=traced)
     assert check(loss, model, x, form=auto).form == "loop"
-    assert "if only by rounding" in caplog.text
+    assert "other last bits" in caplog.text
 
 
 def test_varied_labels_are_labels() -> None:

@@ -355,7 +355,7 @@ def test_a_layer_behind_closed_gates_is_tested_all_the_same() -> None:
 
 def test_a_frequent_word_is_added_up_without_loss() -> None:
     index, b = torch.zeros(1024, 50, dtype=torch.long), torch.rand(1024, 50, 3)
-    table = OneHot(index, b, rows=7).weighted_sum(torch.ones(1024, dtype=torch.float64))
+    table = OneHot(index, b, rows=7).weighted_sum(torch.ones(1024, dtype=torch.float64), rows=1)
     exact = b.double().sum((0, 1))
     torch.testing.assert_close(table[0].double(), exact, rtol=1e-7, atol=0)
     assert not table[1:].any()

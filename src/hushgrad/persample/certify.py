@@ -56,6 +56,7 @@ from hushgrad.persample.way_back import (
     attempt,
     beside_neighbours,
     reason_of,
+    refuse_gradients_beside_copies,
     refuse_loud_gradients,
     refuse_mixed_gradients,
     replaying,
@@ -309,6 +310,7 @@ def replayed(
         beside = beside_neighbours(batch, size)
         refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
         refuse_loud_gradients(subject, oracle, sites)
+        refuse_gradients_beside_copies(subject, oracle, sites)
     return wrong
 
 

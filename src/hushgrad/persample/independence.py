@@ -81,6 +81,7 @@ def check_independence(
         for size in sizes:
             _check_values(one, size, evidence)
         moved = _moved(one, sizes[-1], _beside) or moved
+        moved = _moved(one, MULTIPLE, _beside_copies) or moved
     moved = _carried(passes, sizes[-1]) or moved
     return _moved_at(passes, seeds) or moved
 
@@ -188,6 +189,13 @@ def _carried(passes: Passes, size: int) -> str | None:
     if not _near(again, reference, passes.oracle.precision.loss):
         raise _kept()
     return None if _same(again, reference) else OTHER_BITS
+
+
+def _beside_copies(passes: Passes, size: int) -> Iterator[Beside]:
+    """Beside copies of itself, where all records have in common what it has: a full length, say."""
+    oracle = passes.oracle
+    for record in range(oracle.count):
+        yield [take(oracle.records, [record] * size)], oracle.places(size) != record
 
 
 def _beside(passes: Passes, size: int) -> Iterator[Beside]:

@@ -19,7 +19,7 @@ from hushgrad.persample.layout import Ambiguous
 from hushgrad.persample.neutral import MEDIAN, STRATA, Draws, Seed, WithoutRandomness
 from hushgrad.persample.oracle import Oracle, Precision
 from hushgrad.persample.probes import beside_nan, beside_others, loudness, replaced
-from hushgrad.persample.records import MULTIPLE
+from hushgrad.persample.records import MULTIPLE, take
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import trace
@@ -72,6 +72,21 @@ def refuse_loud_gradients(
     quiet = run(subject, batch)
     refuse_mixed_gradients(subject, _loud(batch, FEW), run, quiet, oracle.precision)
     refuse_mixed_gradients(subject, _nan(batch, FEW), run, quiet, oracle.precision)
+
+
+def refuse_gradients_beside_copies(
+    subject: Subject, oracle: Oracle, sites: tuple[Site, ...]
+) -> None:
+    """Refuse call sites at which a record's gradient changes among copies of itself.
+
+    What all records have in common, such as a full length that needs no mask, all have there.
+    """
+    run, batch, places = replaying(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
+    quiet = run(subject, batch)
+    for record in range(oracle.count):
+        copies = take(oracle.records, [record] * FEW)
+        beside: Beside = [(copies, torch.ones(FEW))], places != record
+        refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
 
 
 FEW = 2 * MULTIPLE
@@ -153,7 +168,9 @@ _MIXED = "samples are mixed on the way back; compute each record's loss from tha
 
 
 _OTHER_PROGRAM = (
-    "the pass runs other operations beside other records; make it run the same for every batch"
+    "the pass runs other operations beside other records, as attention does that drops its mask "
+    "when no record of the batch is padded; make it run the same for every batch "
+    '(attn_implementation="eager")'
 )
 
 

@@ -219,7 +219,7 @@ class Run:
         found = self.plan.algorithm.output.result(self._output)
         if found is not None:
             move(self._params, found)
-        self._ended_at = self._position
+        self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
         self._position = len(self)  # so that the last checkpoint has no steps left
         self._memory.finish(self)
         self._finished = True
@@ -229,6 +229,7 @@ class Run:
         return {
             "step": self._position - (self._drawn is not None),  # that batch is drawn again
             "taken": self.steps_taken,
+            "drawn": self.steps_drawn,
             "clip_norm": self._clip.clip_norm,
             "readings": packed(self.readings),
             "model": self._model.state_dict(),
@@ -247,6 +248,7 @@ class Run:
         self._clip = self.plan.clip.at(state["clip_norm"])
         self._remembered, self._output = state["algorithm"], state["output"]
         self._position, self.steps_taken = state["step"], state["taken"]
+        self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = unpacked(state["readings"], names)
         self._left = Snapshot.of(self._model, self._optimizer)

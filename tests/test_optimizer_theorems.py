@@ -89,7 +89,7 @@ def trained(
     rates: Callable[[int], float] | None = None,
 ) -> Tensor:
     """The parameters after each step, less where they started."""
-    net = NETS[bias]
+    net = NETS[bias].requires_grad_(True)
     net.load_state_dict(model(bias=bias).state_dict())
     plan = hg.plan(
         records=RECORDS,

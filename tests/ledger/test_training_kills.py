@@ -309,6 +309,7 @@ def kill_each_write(tmp_path: Path, every: int) -> None:
     assert writes > 25
 
 
+@pytest.mark.slow  # it starts a process for each kill
 def test_a_run_that_is_killed_at_some_writes_gets_its_model_and_report(tmp_path: Path) -> None:
     kill_each_write(tmp_path, 7)
 

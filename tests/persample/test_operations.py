@@ -17,6 +17,8 @@ from uses import Uses, away_from_zero, loss_of, weigh
 from hushgrad.persample import auto, convolution, rules, traced
 from hushgrad.types import NotCovered, Refused
 
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 SIZES = st.integers(1, 5)
 BATCHES = st.sampled_from([1, 2, 3, 8, 9])
@@ -595,7 +597,14 @@ def test_norms(kind: str, trained: str, dtype: torch.dtype) -> None:
     for p in layer.parameters():
         nn.init.normal_(p)
     model = nn.Sequential(Uses(lambda h: h + 0.3, [], dtype), train_only(layer, trained))
-    check(loss_of(model), model, torch.randn(3, *shape, dtype=dtype))
+    try:
+        check(loss_of(model), model, torch.randn(3, *shape, dtype=dtype))
+    except Refused as refusal:
+        # torch 2.9 writes the statistics that an instance norm only reads, as the mean of as many
+        # copies as there are records: refused there, as it must be.
+        known = OLDER and isinstance(layer, InstanceStatistics)
+        if not (known and "forward pass wrote" in str(refusal)):
+            raise
 
 
 # --- broadcasting arithmetic --------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hushgrad.grouping import per_layer
 from hushgrad.persample import Gradients, difference, recomputed
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer, Rows
 from hushgrad.persample.settled import Gradient, Stacked
+from hushgrad.persample.slots import in_turn
 from hushgrad.persample.summing import DOUBLE, Total, rows_per_product, sum_of_products, sum_of_rows
 from hushgrad.pieces import LARGEST_PIECE, Pieces, pieces_for
 from hushgrad.step import Pass, Term
@@ -67,7 +68,7 @@ def held(*factors: Factor | Rows) -> Gradients:
         {"w": {(i,): factor for i, factor in enumerate(factors)}},
         {"w": nn.Parameter(torch.zeros(size))},
         torch.zeros(factors[0].batch),
-        factors[0].batch,
+        in_turn(factors[0].batch),
     )
 
 

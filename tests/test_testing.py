@@ -98,7 +98,7 @@ class _Wrong(Gradients):
     """The loop's gradients with one promise broken."""
 
     def __init__(self, inner: Gradients, flaw: str) -> None:
-        super().__init__(inner.factors, inner._params, inner._losses, inner._padded)
+        super().__init__(inner.factors, inner._params, inner._losses, inner._slots)
         self.flaw = flaw
 
     def weighted_sum(self, weights: Any, *, within: float = math.inf) -> dict[str, Tensor]:

@@ -217,7 +217,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.random.fork_rng(), restored(params, modules), hooks:
-        gradients = run_certified(certificate, subject, batch)
+        gradients = run_certified(certificate, subject, batch, certificate.slots(count(batch)))
     for x in gradients.held() if gradients is not None else ():
         note(x)
     return sum(storage.nbytes() for storage in held.values())

@@ -7,6 +7,7 @@ sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside flo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,9 @@ class Square(NamedTuple):
         """The certified upper bound; inf where nothing finite can be said."""
         return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf, posinf=torch.inf)
 
-    def first(self, count: int) -> Square:
-        """The first `count` of them."""
-        return Square(self.estimate[:count], self.slack[:count])
+    def each(self, function: Callable[[Tensor], Tensor]) -> Square:
+        """Both parts, put through a function."""
+        return Square(function(self.estimate), function(self.slack))
 
     @property
     def loose(self) -> Bool[Tensor, " batch"]:

@@ -13,6 +13,7 @@ from hushgrad.numerics import RELATIVE_SLACK, exact_products, product, square_no
 from hushgrad.persample.factors import Dense, Factor, OneHot, Outer
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.settled import Gram, Materialised, settle
+from hushgrad.persample.slots import in_turn
 from hushgrad.persample.summing import Summation
 
 RULES = [
@@ -39,7 +40,7 @@ def gradients_of(*factors: Factor, shape: tuple[int, ...]) -> Gradients:
     batch = factors[0].batch
     params = {"w": nn.Parameter(torch.zeros(shape))}
     uses = {"w": {(i,): factor for i, factor in enumerate(factors)}}
-    return Gradients(uses, params, torch.zeros(batch), batch)
+    return Gradients(uses, params, torch.zeros(batch), in_turn(batch))
 
 
 def assert_certified(factors: tuple[Factor, ...], shape: tuple[int, ...]) -> None:
@@ -243,7 +244,7 @@ def test_a_mate_whose_norm_takes_a_second_look_moves_no_bits(t: int, scale: floa
         beside = torch.cat([b[:7], b[7:] * loud])
         params = {"w": nn.Parameter(torch.zeros(30, 20)), "v": nn.Parameter(torch.zeros(30))}
         uses = {"w": {(0,): Outer(a, beside)}, "v": {(0,): Dense(beside.sum(1))}}
-        gradients = Gradients(uses, params, torch.zeros(8), 8)
+        gradients = Gradients(uses, params, torch.zeros(8), in_turn(8))
         sums = gradients.weighted_sum(dict.fromkeys(params, weights))
         found.append([x[:7] for x in gradients.sq_norms().values()] + [*sums.values()])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -18,6 +18,7 @@ from hushgrad.persample.constants import opened
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors
 from hushgrad.persample.records import count, map_tensors
+from hushgrad.persample.slots import in_turn
 from hushgrad.persample.watch import check_parameters, restored
 from hushgrad.points import point, swapped
 from hushgrad.step import Part, Round, Term
@@ -85,7 +86,7 @@ class FedAvg:
         }
         device = next(iter(part.params.values())).device
         losses = torch.tensor([loss for _, loss in found], dtype=torch.float64, device=device)
-        return Gradients(factors, part.params, losses, clients)
+        return Gradients(factors, part.params, losses, in_turn(clients))
 
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
         batch, _ = opened(part.batch)

@@ -32,6 +32,7 @@ from hushgrad.noise import gaussian, release, standard_normal
 from hushgrad.persample import Gradients
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors
+from hushgrad.persample.slots import in_turn
 from hushgrad.rng import Rng
 from hushgrad.step import Round
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
@@ -105,15 +106,15 @@ class LocalGd:
 
 def clipped_rows(gradients: Gradients, round: Round) -> tuple[Reports, float]:
     """Each record's clipped gradient as one row in float64, and the bound on its norm."""
-    params, records = round.params, gradients.batch
+    params, records, gradients = round.params, gradients.batch, gradients.of_records_alone()
     rows = {}
     for name, p in params.items():
-        uses = [factor.first(records) for factor in gradients.factors[name].values()]
+        uses = gradients.factors[name].values()
         written = [use.materialised().reshape(records, *p.shape) for use in uses]
         rows[name] = sum(written, p.new_zeros(records, *p.shape))
     dense: Factors = {name: {(0,): Dense(x)} if records else {} for name, x in rows.items()}
     partition = round.work.groups(tuple(params))
-    norms = partition.norms(Gradients(dense, params, gradients.losses, records).sq_norms())
+    norms = partition.norms(Gradients(dense, params, gradients.losses, in_turn(records)).sq_norms())
     shares = partition.spread(round.clip.weights(norms))
     flat = [_weighted(rows[name], shares[name]) for name in params]
     return torch.cat(flat, 1).cpu(), round.clip.bound(len(partition.names)) * (1 + SUM_SLACK)

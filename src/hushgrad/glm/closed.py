@@ -18,6 +18,7 @@ from hushgrad.persample import Gradients
 from hushgrad.persample.factors import Dense, Outer, Use
 from hushgrad.persample.gradients import Key
 from hushgrad.persample.records import count, pad, padded_size
+from hushgrad.persample.slots import in_turn
 from hushgrad.types import Batch, Params, Refused
 
 
@@ -93,4 +94,4 @@ class LinearLoss:
             factors[names[id(weight)]][0,] = Outer(x.unsqueeze(1), slopes.unsqueeze(1))
         if bias is not None and id(bias) in names:
             factors[names[id(bias)]][0,] = Dense(slopes)
-        return Gradients(factors, params, self.loss.value(scores, y)[:size], padded)
+        return Gradients(factors, params, self.loss.value(scores, y)[:size], in_turn(size, padded))

@@ -18,6 +18,7 @@ from hushgrad.persample.forms import Form, auto, compiled, dense, loop, recomput
 from hushgrad.persample.gradients import Gradients, difference
 from hushgrad.persample.retests import extend, retest
 from hushgrad.persample.sites import Unforeseen
+from hushgrad.persample.slots import Slots, in_turn
 from hushgrad.persample.structure import Structures
 from hushgrad.persample.subject import Subject, held_by
 from hushgrad.persample.watch import check_optimizer, check_parameters, guarded, undone_if_it_fails
@@ -78,7 +79,9 @@ def per_sample(
     refuse_meta(params, batch)
     if size == 0:
         device = next(iter(params.values())).device
-        return Gradients({name: {} for name in params}, params, torch.zeros(0, device=device), 0)
+        return Gradients(
+            {name: {} for name in params}, params, torch.zeros(0, device=device), in_turn(0)
+        )
     batch = records.laid_out(_structures.opened(batch, loss, params))
     subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
@@ -136,11 +139,22 @@ def _begun(
         certificate = _certified(subject, left, batch, capacity)
         if left is others:
             certificate.why_not = following | certificate.why_not
-        gradients = _run(certificate, subject, batch)
+        gradients = _first_use(certificate, subject, batch, capacity)
         if gradients is not None:
             _report(certificate, len(subject.params))
             return certificate, gradients
     raise Refused(f"{_CHANGING}; use form=loop")
+
+
+def _first_use(
+    certificate: Certificate, subject: Subject, batch: Batch, capacity: int
+) -> Gradients | None:
+    """Use a new certificate, also where drawn places take more rows than it was tested with."""
+    slots = certificate.slots(records.count(batch))
+    if slots.rows > certificate.largest:
+        rows = max(slots.rows, certificate.room(capacity))
+        extend(certificate, _as_certified(subject, certificate), batch, rows)
+    return _run(certificate, subject, batch, slots)
 
 
 _CHANGING = (
@@ -177,34 +191,36 @@ def _step(
     certificate: Certificate, subject: Subject, batch: Batch, capacity: int
 ) -> Gradients | None:
     """Use a certificate again, testing anew at other sizes and as steps go by."""
-    step, size = certificate.steps + 1, records.count(batch)
+    step, slots = certificate.steps + 1, certificate.slots(records.count(batch))
     subject = _as_certified(subject, certificate)
     try:
         if step & (step - 1) == 0:
             _refuse_other_processes(subject)
             _log.info("testing the certified model again, at use %d", step)
-        if certificate.padded(size) > certificate.largest:
-            extend(certificate, subject, batch, size, capacity)
+        if slots.rows > certificate.largest:
+            extend(certificate, subject, batch, max(slots.rows, certificate.room(capacity)))
         else:
-            retest(certificate, subject, batch, size)
+            retest(certificate, subject, batch, slots.rows)
     except Unforeseen:
         return None
-    gradients = _run(certificate, subject, batch)
+    gradients = _run(certificate, subject, batch, slots)
     if gradients is not None:
         certificate.steps += 1
     return gradients
 
 
-def _run(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
+def _run(
+    certificate: Certificate, subject: Subject, batch: Batch, slots: Slots
+) -> Gradients | None:
     """Run as certified; a program that fails its proof gives way to what it was made from."""
     try:
-        return run_certified(certificate, subject, batch)
+        return run_certified(certificate, subject, batch, slots)
     except NotCovered as refusal:
         if not certificate.form.compiles:
             raise
         _log.warning("not %s from here on: %s", certificate.form, refusal)
         certificate.take(traced)
-        return run_certified(certificate, subject, batch)
+        return run_certified(certificate, subject, batch, slots)
 
 
 def _as_certified(subject: Subject, certificate: Certificate) -> Subject:
@@ -212,19 +228,19 @@ def _as_certified(subject: Subject, certificate: Certificate) -> Subject:
     return subject if subject.free_buffers == free else replace(subject, free_buffers=free)
 
 
-def run_certified(certificate: Certificate, subject: Subject, batch: Batch) -> Gradients | None:
+def run_certified(
+    certificate: Certificate, subject: Subject, batch: Batch, slots: Slots
+) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
     subject = _as_certified(subject, certificate)
-    size = records.count(batch)
-    padded = certificate.padded(size)
-    whole = records.pad(batch, size, padded)
+    rows = slots.filled(batch)
     try:
         with (
             undone_if_it_fails(subject.modules if subject.free_buffers else ()),
             guarded(subject.params, subject.modules, subject.free_buffers, held_by(subject.loss)),
         ):
             with subject.rewound():
-                gradients = certificate.run(subject, whole, size, padded, certificate.sites)
+                gradients = certificate.run(subject, rows, slots, certificate.sites)
             subject.advance(batch)
             gradients.form = certificate.form.name
             return gradients

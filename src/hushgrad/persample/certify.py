@@ -40,7 +40,7 @@ from hushgrad.persample.oracle import (
     differs,
     refuse_unreached,
 )
-from hushgrad.persample.places import MovingBits, refuse_moving_bits
+from hushgrad.persample.places import MovingBits, period_of
 from hushgrad.persample.probes import (
     distinct,
     distinct_records,
@@ -49,6 +49,7 @@ from hushgrad.persample.probes import (
 )
 from hushgrad.persample.rules.lookup import refuse_coupled_embedding
 from hushgrad.persample.sites import Probing, Site, Unforeseen
+from hushgrad.persample.slots import Slots, drawn, in_turn, room
 from hushgrad.persample.subject import Subject, named
 from hushgrad.persample.watch import Key, restored
 from hushgrad.persample.way_back import (
@@ -79,7 +80,8 @@ class Certificate:
     evidence: Evidence
     why_not: dict[str, str]
     multiple: int
-    sizes: set[int]  # numbers of records at which independence was tested
+    period: int  # rows are rounded alike whose places are equal modulo this
+    sizes: set[int]  # numbers of rows at which independence was tested
     lasting: bool  # False if all records were alike, so that the next batch must be tested anew
     steps: int = 0
 
@@ -87,9 +89,13 @@ class Certificate:
         """Go on in another form that follows the same call sites."""
         self.form, self.run = form, form.start(self.evidence.precision)
 
-    def padded(self, size: int) -> int:
-        """The multiple that a batch of `size` records is filled up to."""
-        return records.padded_size(size, self.multiple)
+    def slots(self, size: int) -> Slots:
+        """Where the records of a batch stand in its pass; drawn anew where places matter."""
+        return drawn(size, self.multiple, self.period)
+
+    def room(self, size: int) -> int:
+        """So many rows are enough for a batch of `size` records, nearly always."""
+        return room(size, self.multiple, self.period)
 
 
 Result = TypeVar("Result")
@@ -170,7 +176,7 @@ def _certified(
         for form in forms:
             _log.info("certifying the form %s", form)
             try:
-                run, sites, multiple = _certify_form(form, passes, size, least, evidence)
+                run, sites, multiple, period = _certify_form(form, passes, size, least, evidence)
                 if moved and not form.alone:
                     raise NotCovered(moved)
             except NotCovered as refusal:
@@ -191,6 +197,7 @@ def _certified(
                     evidence=evidence,
                     why_not=why_not,
                     multiple=multiple,
+                    period=period,
                     sizes={largest},
                     lasting=lasting,
                 )
@@ -211,32 +218,29 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
 
 def _certify_form(
     form: Form, passes: Passes, size: int, least: int, evidence: Evidence
-) -> tuple[Run, tuple[Site, ...], int]:
-    """Certify a form, with the multiple of records at which their gradients keep their bits."""
-    multiple = least
+) -> tuple[Run, tuple[Site, ...], int, int]:
+    """Certify a form, with the multiple of rows and the period at which records keep their bits."""
+    multiple, subject, oracle = least, passes.subject, passes.oracle
     while True:
         try:
-            run, sites = _certify_at(form, passes.subject, passes.oracle, size, multiple, evidence)
+            run, sites, period = _certify_at(form, subject, oracle, size, multiple, evidence)
         except MovingBits:
             multiple *= 2
             if multiple > LARGEST_MULTIPLE:
                 raise
         else:
-            return run, sites, multiple
+            return run, sites, multiple, period
 
 
 def _certify_at(
     form: Form, subject: Subject, oracle: Oracle, size: int, multiple: int, evidence: Evidence
-) -> tuple[Run, tuple[Site, ...]]:
-    largest = records.padded_size(size, multiple)
+) -> tuple[Run, tuple[Site, ...], int]:
+    largest, period = records.padded_size(size, multiple), 1
     sites: tuple[Site, ...] = ()
     if form.replays:
         sites = _certify_sites(subject, oracle, largest, evidence)
-        refuse_moving_bits(
-            oracle,
-            lambda batch, n: replaying(sites, n)(subject, batch)[0],
-            largest,
-            multiple,
+        period = period_of(
+            oracle, lambda batch, n: replaying(sites, n)(subject, batch)[0], largest, multiple
         )
     run = form.start(oracle.precision)
 
@@ -244,19 +248,19 @@ def _certify_at(
         try:
             with WithoutRandomness() as neutral, subject.rewound():
                 settled = replace(subject, loss=neutral.calling(subject.loss))
-                return run(settled, batch, n, n, sites)
+                return run(settled, batch, in_turn(n), sites)
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(reason_of(error)) from error
 
     if form.compiles:
-        run(subject, oracle.probe(largest), largest, largest, sites)
+        run(subject, oracle.probe(largest), in_turn(largest, period=period), sites)
     elif form is not traced:
         wrong = compare(alone(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
             raise refusal(wrong)
         if not form.replays and not form.alone:
-            refuse_moving_bits(oracle, alone, largest, multiple)
-    return run, sites
+            period = period_of(oracle, alone, largest, multiple)
+    return run, sites, period
 
 
 _FINEST_SHARE = 24  # not a power of two: batches near one should all get the same multiple

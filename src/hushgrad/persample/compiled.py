@@ -32,6 +32,7 @@ from hushgrad.persample.oracle import Precision, apart, differs
 from hushgrad.persample.probes import beside_others, replaced
 from hushgrad.persample.settled import Stacked, settle
 from hushgrad.persample.sites import Replaying, Site, Unforeseen
+from hushgrad.persample.slots import Slots, in_turn
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import trace
 from hushgrad.persample.watch import same_bits
@@ -50,8 +51,7 @@ class _Pass:
     """One run through `torch.compile`, and what came of it."""
 
     params: Params
-    size: int
-    padded: int
+    slots: Slots
     sites: tuple[Site, ...]
     gradients: Gradients | None = None
     program: _Program | None = None
@@ -69,25 +69,25 @@ class Compiled:
         self._steps = 0
 
     def __call__(
-        self, subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
+        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
     ) -> Gradients:
         if subject.free_buffers:
             raise NotCovered("it moves buffers of the model")
         draws = _Draws()
-        gradients, program = self._run(subject, batch, size, padded, sites)
+        gradients, program = self._run(subject, batch, slots, sites)
         self._steps += 1
         if not program.proved or self._steps & (self._steps - 1) == 0:  # and at 1, 2, 4, 8 ...
             program.proved = False  # also if the proof does not come to an end
-            self._prove(subject, batch, padded, sites, draws)
+            self._prove(subject, batch, slots, sites, draws)
             program.proved = True
             draws.again()
-            gradients, _ = self._run(subject, batch, size, padded, sites)
+            gradients, _ = self._run(subject, batch, slots, sites)
         return gradients
 
     def _run(
-        self, subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
+        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
     ) -> tuple[Gradients, _Program]:
-        self._current = current = _Pass(subject.params, size, padded, sites)
+        self._current = current = _Pass(subject.params, slots, sites)
         try:
             with torch.enable_grad(), self._guards():
                 self._captured(subject.loss)(batch)
@@ -147,34 +147,33 @@ class Compiled:
         return run
 
     def _prove(
-        self, subject: Subject, batch: Batch, padded: int, sites: tuple[Site, ...], draws: _Draws
+        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...], draws: _Draws
     ) -> None:
         """Compare a new program with the traced pass, and its bits with its own and others'."""
+        rows, period = slots.rows, slots.period
 
         def run(batch: Batch, count: int) -> Gradients:
             draws.again()
-            return self._run(subject, batch, count, count, sites)[0]
+            return self._run(subject, batch, in_turn(count, period=period), sites)[0]
 
-        own = run(batch, padded)
+        own = run(batch, rows)
         drew = draws.again()
-        traced = trace(
-            subject.loss, subject.params, batch, padded, padded, Replaying(sites, padded)
-        )
+        traced = trace(subject.loss, subject.params, batch, in_turn(rows), Replaying(sites, rows))
         if not _norms_are_of_the_factors(own, subject.params):
             raise NotCovered("the compiled program's norms are not those of its factors")
         wrong = apart(own, traced, self._precision)
         if wrong:
             raise NotCovered(f"of the compiled program {differs(wrong, 'from the traced pass')}")
-        places = replaced(padded)
-        mixed = run(beside_others(batch, places, loud=False), padded)
+        places = replaced(rows)
+        mixed = run(beside_others(batch, places, loud=False), rows)
         if not _same_bits(own, mixed, (~places).nonzero().flatten().tolist()):
-            raise NotCovered("in the compiled program a record's bits depend on its mates")
-        for size in () if drew else self._sizes | {padded}:  # draws differ from place to place
-            shifted = [(i + VECTOR) % padded for i in range(size)]
+            raise NotCovered("in the compiled program a record's bits depend on other records")
+        for size in () if drew else self._sizes | {rows}:  # draws differ from place to place
+            shifted = [(i + period) % rows for i in range(size)]
             moved = run(records.take(batch, shifted), size)
             if not _same_bits(own, moved, shifted, [*range(size)]):
-                raise NotCovered("in compiled programs a record's bits depend on their number")
-        self._sizes.add(padded)
+                raise NotCovered("in compiled programs a record's bits depend on its place")
+        self._sizes.add(rows)
 
 
 def _call(loss: Loss) -> FunctionType:
@@ -189,7 +188,7 @@ def _call(loss: Loss) -> FunctionType:
 
 def _norms_are_of_the_factors(gradients: Gradients, params: Params) -> bool:
     """Are they within their slack of the norms that the usual arithmetic finds?"""
-    usual = Gradients(gradients.factors, params, gradients.losses, gradients.batch).squares
+    usual = Gradients(gradients.factors, params, gradients.losses, in_turn(gradients.batch)).squares
     for name, square in gradients.squares.items():
         gap = (square.estimate - usual[name].estimate).abs()
         close = gap <= square.slack + usual[name].slack
@@ -263,8 +262,8 @@ class _Program:
             factors[held.name], rough = held.rebuilt(outputs)
             if rough is not None:
                 known[held.name] = rough
-        own = losses[: current.size]
-        return losses, Gradients(factors, current.params, own, current.padded, known)
+        own = current.slots.of_records(losses)
+        return losses, Gradients(factors, current.params, own, current.slots, known)
 
 
 def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], current: _Pass) -> _Program:
@@ -276,9 +275,8 @@ def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], current: _Pass) -> _
             lambda _: _only(graph(*inputs)),
             current.params,
             [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad],
-            current.padded,
-            current.padded,
-            Replaying(current.sites, current.padded),
+            in_turn(current.slots.rows),
+            Replaying(current.sites, current.slots.rows),
         )
         layout[:], tensors = _measured(gradients, current.params)
         return (gradients.losses, *tensors)

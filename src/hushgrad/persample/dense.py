@@ -14,6 +14,7 @@ from hushgrad.persample import records
 from hushgrad.persample.calls import map_in
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
+from hushgrad.persample.slots import Slots
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.types import Batch, Params
@@ -21,7 +22,7 @@ from hushgrad.types import Batch, Params
 _CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
 
 
-def dense(subject: Subject, batch: Batch, size: int, padded: int) -> Gradients:
+def dense(subject: Subject, batch: Batch, slots: Slots) -> Gradients:
     """Per-sample gradients by vectorising the gradient of one record's loss."""
     params = subject.params
     leaves = records.tensors(batch)
@@ -43,7 +44,7 @@ def dense(subject: Subject, batch: Batch, size: int, padded: int) -> Gradients:
     values = {name: p.detach() for name, p in params.items()}
     gradients, losses = each(values, *leaves)
     factors: Factors = {name: {(0,): Dense(wide(gradients[name].detach()))} for name in params}
-    return Gradients(factors, params, losses.detach()[:size], padded)
+    return Gradients(factors, params, slots.of_records(losses.detach()), slots)
 
 
 def _chunk(params: Params) -> int:

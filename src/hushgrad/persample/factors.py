@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hushgrad.persample.slots import Places
 from hushgrad.persample.summing import DOUBLE, is_cheap, sum_of_products, sum_of_rows
 
 
@@ -44,9 +45,9 @@ class Dense:
     def scaled(self, factor: float) -> Dense:
         return Dense(self.values * factor)
 
-    def first(self, count: int) -> Dense:
-        """The first `count` records."""
-        return Dense(self.values[:count])
+    def at(self, places: Places) -> Dense:
+        """The records at these places."""
+        return Dense(self.values[places])
 
     def record(self, index: int) -> Tensor:
         """One record's gradient in float64."""
@@ -113,8 +114,8 @@ class Outer:
     def scaled(self, factor: float) -> Outer:
         return Outer(self.a, self.b * factor)
 
-    def first(self, count: int) -> Outer:
-        return Outer(self.a[:count], self.b[:count])
+    def at(self, places: Places) -> Outer:
+        return Outer(self.a[places], self.b[places])
 
     def record(self, index: int) -> Tensor:
         return self.b[index].double().mT @ self.a[index].double()
@@ -175,8 +176,8 @@ class OneHot:
     def scaled(self, factor: float) -> OneHot:
         return replace(self, b=self.b * factor)
 
-    def first(self, count: int) -> OneHot:
-        return replace(self, index=self.index[:count], b=self.b[:count])
+    def at(self, places: Places) -> OneHot:
+        return replace(self, index=self.index[places], b=self.b[places])
 
     def record(self, index: int) -> Tensor:
         table = self.b.new_zeros(self.rows, self.b.shape[-1], dtype=torch.float64)
@@ -234,8 +235,8 @@ class Rows:
     def scaled(self, factor: float) -> Rows:
         return replace(self, inner=self.inner.scaled(factor))
 
-    def first(self, count: int) -> Rows:
-        return replace(self, inner=self.inner.first(count))
+    def at(self, places: Places) -> Rows:
+        return replace(self, inner=self.inner.at(places))
 
     def materialised(self) -> Tensor:
         return self.whole().materialised()

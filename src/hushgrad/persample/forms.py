@@ -12,13 +12,13 @@ from hushgrad.persample.loop import loop as _loop
 from hushgrad.persample.oracle import Precision
 from hushgrad.persample.recomputed import Recomputed
 from hushgrad.persample.sites import Replaying, Site
+from hushgrad.persample.slots import Slots
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import trace
 from hushgrad.types import Batch
 
-Run = Callable[[Subject, Batch, int, int, tuple[Site, ...]], Gradients]
-"""`run(subject, batch, size, padded, sites)`: of the `padded` records in `batch`, those after the
-first `size` are copies without weight."""
+Run = Callable[[Subject, Batch, Slots, tuple[Site, ...]], Gradients]
+"""`run(subject, rows, slots, sites)`: a batch's records stand in their slots among the rows."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Form:
     name: str
     run: Run
     replays: bool = False  # does it follow the call sites that were certified?
-    alone: bool = False  # does each record run by itself, so that no mate can move its last bits?
+    alone: bool = (
+        False  # does each record run by itself, so that no other record can move its last bits?
+    )
     compiles: Callable[[Precision], Run] | None = None
 
     def start(self, precision: Precision) -> Run:
@@ -43,16 +45,14 @@ class Form:
         return self.name
 
 
-def _run_traced(
-    subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
-) -> Gradients:
-    return trace(subject.loss, subject.params, batch, size, padded, Replaying(sites, padded))
+def _run_traced(subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]) -> Gradients:
+    return trace(subject.loss, subject.params, batch, slots, Replaying(sites, slots.rows))
 
 
 def _run_recomputed(
-    subject: Subject, batch: Batch, size: int, padded: int, sites: tuple[Site, ...]
+    subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
 ) -> Gradients:
-    return Recomputed(subject, batch, size, padded, Replaying(sites, padded))
+    return Recomputed(subject, batch, slots, Replaying(sites, slots.rows))
 
 
 traced = Form("traced", _run_traced, replays=True)
@@ -65,14 +65,12 @@ compiled = Form("compiled", _run_traced, replays=True, compiles=Compiled)
 """As `traced`, recorded and compiled; it takes what `torch.compile` captures in one piece."""
 
 
-def _run_dense(
-    subject: Subject, batch: Batch, size: int, padded: int, _: tuple[Site, ...]
-) -> Gradients:
-    return _dense(subject, batch, size, padded)
+def _run_dense(subject: Subject, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
+    return _dense(subject, batch, slots)
 
 
-def _run_loop(subject: Subject, batch: Batch, size: int, _: int, __: tuple[Site, ...]) -> Gradients:
-    return _loop(subject, batch, size)
+def _run_loop(subject: Subject, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
+    return _loop(subject, batch, slots.records)
 
 
 dense = Form("dense", _run_dense)

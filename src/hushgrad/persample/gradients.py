@@ -21,6 +21,7 @@ from hushgrad.persample.settled import (
     measure,
     settle,
 )
+from hushgrad.persample.slots import Slots, in_turn
 from hushgrad.persample.summing import Summation, rows_within
 from hushgrad.types import Params, Refused
 
@@ -42,11 +43,11 @@ class Gradients:
         factors: Factors,
         params: Params,
         losses: Float[Tensor, " batch"],
-        padded: int,
+        slots: Slots,
         rough: Mapping[str, Rough] = _NONE,
     ) -> None:
         self.factors, self._params, self._rough = factors, params, rough
-        self._losses, self._padded = losses, padded
+        self._losses, self._slots = losses, slots
         self.form = ""  # the form that they were taken in, where there is one
         self._versions = _versions(self.held())
 
@@ -85,11 +86,11 @@ class Gradients:
         self.require_unwritten()
         _, _, held = self._measured
         none = Square(self._zeros(), self._zeros())
-        return {name: held.get(name, none).first(self.batch) for name in self._params}
+        return {name: held.get(name, none).each(self._slots.of_records) for name in self._params}
 
     @cached_property
-    def _measured(self) -> tuple[float, Float[Tensor, "used padded"], dict[str, Square]]:
-        """What `measure` returns, and the squares of the padded records."""
+    def _measured(self) -> tuple[float, Float[Tensor, "used rows"], dict[str, Square]]:
+        """What `measure` returns, and the squares of all rows."""
         if not self.settled:
             return 0.0, self._zeros().expand(0, -1), {}
         with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
@@ -99,15 +100,14 @@ class Gradients:
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         self.require_unwritten()
         _, uppers, _ = self._measured
-        held = uppers if self._padded == self.batch else uppers[:, : self.batch]
-        norms = dict(zip(self.settled, held.unbind(), strict=True))
+        norms = dict(zip(self.settled, self._slots.of_records(uppers).unbind(), strict=True))
         if len(norms) == len(self._params):
             return norms
-        none = self._zeros()[: self.batch]
+        none = self._slots.of_records(self._zeros())
         return {name: norms.get(name, none) for name in self._params}
 
-    def _zeros(self) -> Float[Tensor, " padded"]:
-        return torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
+    def _zeros(self) -> Float[Tensor, " rows"]:
+        return torch.zeros(self._slots.rows, dtype=torch.float64, device=self._losses.device)
 
     def weighted_sum(
         self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
@@ -117,14 +117,14 @@ class Gradients:
             largest, uppers, _ = self._measured
             # Padding counts too: a copy has draws of its own.
             finite = math.isfinite(largest) or bool(uppers.isfinite().all())
-            # Parameters of one group share their weights, which are padded and looked at once.
+            # Parameters of one group share their weights, which are spread and looked at once.
             shared = {id(w): w for w in weights.values()}
-            padded = {key: with_padding(w, self._padded) for key, w in shared.items()}
+            spread = {key: self._slots.of_rows(w) for key, w in shared.items()}
             fits = {
                 key: largest < LARGEST_FACTOR and largest * _most(w) < LARGEST_PRODUCT
                 for key, w in shared.items()
             }
-            own = {name: padded[id(weights[name])] for name in self.settled}
+            own = {name: spread[id(weights[name])] for name in self.settled}
             extents = {name: gradient.extents for name, gradient in self.settled.items()}
             rows = rows_within(extents, own, within=within)
             sums = {}
@@ -148,9 +148,10 @@ class Gradients:
             for name, uses in self.factors.items()
         }
 
-    def _unpadded(self) -> Gradients:
-        cut = self._each(lambda factor: factor.first(self.batch))
-        return Gradients(cut, self._params, self._losses, self.batch)
+    def of_records_alone(self) -> Gradients:
+        """The same without the rows that count for nothing, in the batch's order."""
+        cut = self._each(lambda factor: factor.at(self._slots.places))
+        return Gradients(cut, self._params, self._losses, in_turn(self.batch))
 
     def __add__(self, other: Gradients) -> Gradients:
         """Add gradients of the same records, for instance at another point."""
@@ -164,17 +165,11 @@ class Gradients:
             }
             for name in self._params
         }
-        return Gradients(joined, self._params, one._losses + two._losses, one._padded)
+        return Gradients(joined, self._params, one._losses + two._losses, one._slots)
 
     def __rmul__(self, factor: float) -> Gradients:
         scaled = self._each(lambda x: x.scaled(factor))
-        return Gradients(scaled, self._params, factor * self._losses, self._padded)
-
-
-def with_padding(weights: Tensor, padded: int) -> Tensor:
-    """The weights of `padded` records, of which those after the first count for nothing."""
-    extra = padded - len(weights)
-    return torch.cat([weights, weights.new_zeros(extra)]) if extra else weights
+        return Gradients(scaled, self._params, factor * self._losses, self._slots)
 
 
 def _most(weights: Tensor) -> float:
@@ -200,7 +195,7 @@ def difference(new: Gradients, old: Gradients) -> Gradients:
         for name in new.factors
         for pairs in [_paired(new.factors[name], old.factors[name])]
     }
-    return Gradients(paired, new._params, new._losses - old._losses, new._padded)
+    return Gradients(paired, new._params, new._losses - old._losses, new._slots)
 
 
 def _paired(new: Mapping[Key, Use], old: Mapping[Key, Use]) -> dict[Key, Use] | None:
@@ -245,7 +240,7 @@ def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Use]:
 
 
 def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradients]:
-    """Both without padding, unless they have the same."""
+    """Both in the batch's order, unless their records stand at the same places."""
     one.require_unwritten()
     other.require_unwritten()
     if one.batch != other.batch or one._params.keys() != other._params.keys():
@@ -253,6 +248,6 @@ def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradient
             "expected gradients of the same records and parameters, got others; take both from one "
             "batch and the same parameters"
         )
-    if one._padded == other._padded:
+    if one._slots.same_as(other._slots):
         return one, other
-    return one._unpadded(), other._unpadded()
+    return one.of_records_alone(), other.of_records_alone()

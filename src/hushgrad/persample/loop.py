@@ -12,6 +12,7 @@ from hushgrad.numerics import wide
 from hushgrad.persample import records
 from hushgrad.persample.factors import Dense
 from hushgrad.persample.gradients import Factors, Gradients
+from hushgrad.persample.slots import in_turn
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import checked_losses
 from hushgrad.persample.watch import refuse_kept, refuse_strangers
@@ -31,7 +32,7 @@ def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
         name: {(0,): Dense(torch.stack([_or_zero(gradient[name], p) for gradient in gradients]))}
         for name, p in params.items()
     }
-    return Gradients(factors, params, torch.stack(losses), size)
+    return Gradients(factors, params, torch.stack(losses), in_turn(size))
 
 
 def one_record(

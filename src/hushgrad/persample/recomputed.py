@@ -21,10 +21,11 @@ from torch import Tensor
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.persample import records
 from hushgrad.persample.factors import Use
-from hushgrad.persample.gradients import Factors, Gradients, Key, with_padding
+from hushgrad.persample.gradients import Factors, Gradients, Key
 from hushgrad.persample.rules import RULES
 from hushgrad.persample.settled import Gradient, Known, settle
 from hushgrad.persample.sites import Replaying
+from hushgrad.persample.slots import Slots
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.summing import Extent, Summation, rows_within
 from hushgrad.persample.tape import HandOver, Tape
@@ -42,18 +43,16 @@ class Recomputed(Gradients):
     with the weights that are asked for up to 2⁻⁴⁰ of them.
     """
 
-    def __init__(
-        self, subject: Subject, batch: Batch, size: int, padded: int, guide: Replaying
-    ) -> None:
+    def __init__(self, subject: Subject, batch: Batch, slots: Slots, guide: Replaying) -> None:
         self._subject, self._params = subject, subject.params
-        self._padded, self._guide, self._scale = padded, guide, 1.0
-        self._tape = tape = Tape(subject.params, padded, guide, RULES)
+        self._slots, self._guide, self._scale = slots, guide, 1.0
+        self._tape = tape = Tape(subject.params, slots.rows, guide, RULES)
         with torch.enable_grad(), tape.watching():
-            losses = checked_losses(subject.loss(batch), padded)
+            losses = checked_losses(subject.loss(batch), slots.rows)
             known = (tape.token, *records.tensors(batch))
             self._others = refuse_strangers(losses, subject.params, known)
         self._graph: Tensor | None = losses
-        self._losses = losses.detach()[:size]
+        self._losses = slots.of_records(losses.detach())
         self._position = guide.position
         self._all: dict[str, Square] = {}
         self._known: dict[str, Known] = {}
@@ -81,17 +80,17 @@ class Recomputed(Gradients):
         squares = self._squares_of(group)
         weights = foreseen.weights({n: square.upper for n, square in squares.items()})
         finite = _all_finite(self._all[n] for n in group if n in self._all)
-        padded = with_padding(weights, self._padded)
+        spread = self._slots.of_rows(weights)
         with torch.no_grad(), exact_products(weights.device):
             there = {n: self._waiting.pop(n) for n in group if n in self._waiting}
             rows = rows_within(
                 {n: self._extents[n] for n in there},
-                dict.fromkeys(there, padded),
+                dict.fromkeys(there, spread),
                 within=foreseen.within / math.sqrt(foreseen.groups),
             )
             for n, gradient in there.items():
-                how = Summation(None if finite else padded != 0, False, rows[n])
-                self._ahead[n] = weights, gradient.weighted_sum(padded, how)
+                how = Summation(None if finite else spread != 0, False, rows[n])
+                self._ahead[n] = weights, gradient.weighted_sum(spread, how)
 
     def _pass_back(self, hand_over: HandOver, *, again: bool) -> None:
         tape, guide, graph = self._tape, self._guide, self._graph
@@ -117,11 +116,11 @@ class Recomputed(Gradients):
         return self._squares_of(self._params)
 
     def _squares_of(self, names: Iterable[str]) -> dict[str, Square]:
-        none = torch.zeros(self._padded, dtype=torch.float64, device=self._losses.device)
+        none = torch.zeros(self._slots.rows, dtype=torch.float64, device=self._losses.device)
         every = dict.fromkeys(names, Square(none, none))
-        scale = self._scale**2
+        scale, records = self._scale**2, self._slots.of_records
         return {
-            name: Square(*(scale * part for part in self._all.get(name, zero).first(self.batch)))
+            name: self._all.get(name, zero).each(lambda part: scale * records(part))
             for name, zero in every.items()
         }
 
@@ -149,9 +148,9 @@ class Recomputed(Gradients):
     ) -> dict[str, Tensor]:
         """The sums by a second pass."""
         sums: dict[str, Tensor] = {}
-        padded = {id(w): with_padding(w, self._padded) for w in weights.values()}
+        spread = {id(w): self._slots.of_rows(w) for w in weights.values()}
         finite = _all_finite(self._all.values())
-        own = {name: padded[id(weights[name])] for name in self._extents}
+        own = {name: spread[id(weights[name])] for name in self._extents}
         rows = rows_within(self._extents, own, within=within)
 
         def add(name: str, uses: dict[Key, Use]) -> None:

@@ -9,18 +9,17 @@ from hushgrad.persample import records
 from hushgrad.persample.gradients import Gradients
 from hushgrad.persample.rules import RULES
 from hushgrad.persample.sites import Guide, Replaying
+from hushgrad.persample.slots import Slots
 from hushgrad.persample.tape import Tape
 from hushgrad.persample.watch import refuse_kept, refuse_strangers
 from hushgrad.types import Batch, Loss, Params, Refused
 
 
-def trace(
-    loss: Loss, params: Params, batch: Batch, size: int, padded: int, guide: Guide
-) -> Gradients:
-    """One forward and one backward pass over `padded` records, of which `size` count."""
-    tape = Tape(params, padded, guide, RULES)
+def trace(loss: Loss, params: Params, batch: Batch, slots: Slots, guide: Guide) -> Gradients:
+    """One forward and one backward pass over the rows of a batch's slots."""
+    tape = Tape(params, slots.rows, guide, RULES)
     with torch.enable_grad(), tape.watching():
-        losses = checked_losses(loss(batch), padded)
+        losses = checked_losses(loss(batch), slots.rows)
         others = refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
@@ -29,7 +28,7 @@ def trace(
         factors = tape.finish()
     losses = losses.detach()  # which frees the graph
     refuse_kept(others)
-    return Gradients(factors, params, losses[:size], padded)
+    return Gradients(factors, params, slots.of_records(losses), slots)
 
 
 def checked_losses(losses: object, batch: int) -> Tensor:

@@ -21,6 +21,7 @@ from hushgrad.persample.oracle import Oracle, Precision
 from hushgrad.persample.probes import beside_nan, beside_others, loudness, replaced
 from hushgrad.persample.records import MULTIPLE, take
 from hushgrad.persample.sites import Probing, Replaying, Site, Unforeseen
+from hushgrad.persample.slots import in_turn
 from hushgrad.persample.subject import Subject
 from hushgrad.persample.traced import trace
 from hushgrad.persample.watch import guarded, same_bits
@@ -38,7 +39,7 @@ def attempt(
     try:
         with subject.rewound(), WithoutRandomness(draws) as neutral, watched:
             loss = neutral.calling(subject.loss)
-            gradients = trace(loss, subject.params, batch, size, size, guide)
+            gradients = trace(loss, subject.params, batch, in_turn(size), guide)
             return gradients, neutral.program
     except (Refused, Ambiguous, Unforeseen):
         raise

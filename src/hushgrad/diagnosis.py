@@ -136,7 +136,7 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
     sizes = ", ".join(str(size) for size in dict.fromkeys(seen.sizes))
     independent = f"off by at most {seen.loss:.1e} in batches of {sizes}"
     return [
-        Check("a record's loss does not depend on its mates", independent, True),
+        Check("a record's loss does not depend on other records", independent, True),
         Check(
             "norms are at least those of one-record runs",
             f"lowest {seen.lowest_norm:.7f} of them",
@@ -158,13 +158,20 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
             seen.gradient <= max(slack, 1e-4),
         ),
         Check(
-            "a record keeps its bits whoever its mates are",
-            f"in batches padded to multiples of {certificate.multiple}",
+            "a record keeps its bits whatever the other records are",
+            _places(certificate),
             True,
         ),
         Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),
         Check("no gradient and no buffer was written out of sight", "none", True),
     ]
+
+
+def _places(certificate: Certificate) -> str:
+    padded = f"in batches padded to multiples of {certificate.multiple}"
+    if certificate.period == 1:
+        return padded
+    return f"{padded}, at places it draws modulo {certificate.period}"
 
 
 def _amount(value: float) -> str:

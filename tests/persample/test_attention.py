@@ -310,8 +310,8 @@ def test_whole_transformers_that_drop() -> None:
     x = torch.randn(5, 4, 3)
     certificate = certificate_for(lambda x: weigh(model(x)), private(model), x, modules=(model,))
     assert certificate.form is traced
-    model.eval()
-    check(lambda x: weigh(model(x)), model, x)
+    with WithoutRandomness():  # else the run of one record would drop other numbers
+        check(lambda x: weigh(model(x)), model, x)
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), SETTINGS)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -111,10 +113,9 @@ STRATA = 24
 
 
 @functools.lru_cache(maxsize=256)
-def _order(number: int) -> Tensor:
+def _order(number: int) -> NDArray[np.int64]:
     """In which order seeds meet the strata in one of a pass's draws."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randperm(STRATA, generator=generator)
+    return np.random.default_rng(number).permutation(STRATA)
 
 
 # Its kernel draws for negative entries only, so that which draws a record gets depends on others;
@@ -202,13 +203,13 @@ def in_general_position(params: Params, by: float = 0.05, *, seed: int = 0) -> I
     comparison of them would prove nothing.
     """
     saved = {name: p.data for name, p in params.items()}
-    generator = torch.Generator().manual_seed(seed)
+    chance = np.random.default_rng(seed)
     try:
         for p in params.values():
             size = float(p.data.float().square().mean().sqrt())
             # Two gates at zero would still hide what lies behind them, were they moved a little.
             scale = by * (size + 0.02) if size > 1e-3 else 2 * by
-            shift = torch.randn(p.shape, generator=generator) * scale
+            shift = torch.as_tensor(chance.standard_normal(p.shape, np.float32)) * scale
             p.data = p.data + shift.to(p.device, p.dtype)
         torch.clear_autocast_cache()  # it holds casts of the parameters as they were
         yield

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -240,8 +241,7 @@ def _vector_errors(
     gradients: Gradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
 ) -> dict[str, float]:
     """Compare the gradients themselves: one random combination of all of them tells."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(gradients.batch, generator=generator, dtype=torch.float64)
+    weights = torch.from_numpy(np.random.default_rng(1).standard_normal(gradients.batch))
     turn = oracle.places(gradients.batch)
     share = torch.zeros(oracle.count, dtype=torch.float64).index_add_(0, turn, weights)
     sums = gradients.weighted_sum(dict.fromkeys(exact, weights.to(gradients.losses.device)))
@@ -273,8 +273,7 @@ def apart(gradients: Gradients, others: Gradients, precision: Precision) -> dict
     kept = (total.isfinite() & (total > 0)).nonzero().flatten()
     if not len(kept):
         return {}
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randn(len(kept), generator=generator, dtype=torch.float64).to(total.device)
+    drawn = torch.from_numpy(np.random.default_rng(1).standard_normal(len(kept))).to(total.device)
     weights = torch.zeros_like(total).index_copy(0, kept, drawn / total[kept])
     one, other = (x.weighted_sum(dict.fromkeys(norms, weights)) for x in (gradients, others))
     wrong = {}

@@ -1,9 +1,14 @@
-"""Probe batches, made from the user's own records."""
+"""Probe batches, made from the user's own records.
+
+What is drawn for them is drawn by NumPy, which no mode of torch replaces: inside another
+`WithoutRandomness` probes would else be all alike, and prove nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +35,8 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
 
     A variation may be no record that the loss accepts.
     """
-    generator = torch.Generator()
-    generator.seed()
-    order = torch.randperm(size, generator=generator).tolist()
+    chance = np.random.default_rng()
+    order = chance.permutation(size).tolist()
     chosen = records.take(batch, [order[i % size] for i in range(most)])
     known = distinct(chosen)
     if len(known) == most:
@@ -40,13 +44,13 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     own = records.take(chosen, known)
     repeated = records.take(chosen, [known[i % len(known)] for i in range(most - len(known))])
     # Whole numbers from a narrow range may come out as they were: several draws, the best counts.
-    drawn = [_joined(own, repeated, generator) for _ in range(_DRAWS)]
+    drawn = [_joined(own, repeated, chance) for _ in range(_DRAWS)]
     return max(drawn, key=lambda few: len(distinct(few)))
 
 
-def _joined(own: Batch, repeated: Batch, generator: torch.Generator) -> Batch:
+def _joined(own: Batch, repeated: Batch, chance: np.random.Generator) -> Batch:
     """Records, and variations of others behind them."""
-    varied = iter(records.tensors(records.map_tensors(lambda x: _vary(x, generator), repeated)))
+    varied = iter(records.tensors(records.map_tensors(lambda x: _vary(x, chance), repeated)))
     return records.map_tensors(lambda x: torch.cat([x, next(varied)]), own)
 
 
@@ -57,9 +61,9 @@ def irregular(count: int, size: int) -> Tensor:
     Without a period: a model that mixes records at some distance, half of the batch, say, would
     meet the same record again there. The first and the last differ, which some models compare.
     """
-    generator = torch.Generator().manual_seed(size)
-    turns = [torch.randperm(count, generator=generator) for _ in range(-(-size // count))]
-    places = torch.cat(turns)[:size]
+    chance = np.random.default_rng(size)
+    turns = [chance.permutation(count) for _ in range(-(-size // count))]
+    places = torch.from_numpy(np.concatenate(turns)[:size])
     if count > 1 and places[0] == places[-1]:
         other = int((places != places[0]).nonzero()[-1])
         places[[other, -1]] = places[[-1, other]]
@@ -73,10 +77,10 @@ def replaced(size: int, variant: int = 0) -> Tensor:
     Variants 0 and 1 are complements: of any two places that one of them parts, each sees the
     other's record replaced once. Of the first and the last these are such.
     """
-    generator = torch.Generator().manual_seed(3 * size + variant // 2)
+    chance = np.random.default_rng(3 * size + variant // 2)
     places = torch.zeros(size, dtype=torch.bool)
     while True:
-        order = torch.randperm(size, generator=generator)
+        order = torch.from_numpy(chance.permutation(size))
         places = torch.zeros(size, dtype=torch.bool).index_fill(0, order[: size // 2], True)
         if size < 4 or not any(torch.equal(places.roll(i), places) for i in range(1, size)):
             break
@@ -88,8 +92,8 @@ def replaced(size: int, variant: int = 0) -> Tensor:
 
 def variations(batch: Batch, seed: int) -> Batch:
     """Every record different from what it is; some may be none that the loss accepts."""
-    generator = torch.Generator().manual_seed(seed)
-    return records.map_tensors(lambda x: _vary(x, generator, by=1.0), batch)
+    chance = np.random.default_rng(seed)
+    return records.map_tensors(lambda x: _vary(x, chance, by=1.0), batch)
 
 
 def own_records(batch: Batch, size: int, most: int = 4) -> Batch:
@@ -107,10 +111,10 @@ def distinct(batch: Batch) -> list[int]:
     return different
 
 
-def _vary(x: Tensor, generator: torch.Generator, *, by: float = 0.1) -> Tensor:
+def _vary(x: Tensor, chance: np.random.Generator, *, by: float = 0.1) -> Tensor:
     """Shift real entries by this share; draw others anew from the values that they have shown."""
     if x.is_floating_point():
-        noise = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+        noise = torch.as_tensor(chance.standard_normal(x.shape)).to(x.device, x.dtype)
         return x + by * noise * (x.abs() + 0.1)
     if not x.numel() or x.is_complex():
         return x
@@ -118,7 +122,7 @@ def _vary(x: Tensor, generator: torch.Generator, *, by: float = 0.1) -> Tensor:
     known = x.unique()
     if len(known) == 1:
         known = torch.cat([known, known.new_tensor([0, 1])]).unique()
-    drawn = torch.randint(len(known), x.shape, generator=generator)
+    drawn = torch.as_tensor(chance.integers(len(known), size=x.shape))
     varied: Tensor = known[drawn.to(x.device)]
     return varied
 

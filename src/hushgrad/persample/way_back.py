@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +182,7 @@ def _compare(
     """Norms keep their bits, where kernels are the same in every run; the vectors stay near."""
     device = one.losses.device
     kept = kept.to(device)
-    drawn = torch.randn(len(kept), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    drawn = torch.from_numpy(np.random.default_rng(2).standard_normal(len(kept)))
     weights = dict.fromkeys(one.squares, drawn.to(device) * kept)
     sums = one.weighted_sum(weights), other.weighted_sum(weights)
     total = torch.stack([s.estimate[kept].sum() for s in one.squares.values()]).sum().sqrt()

@@ -31,7 +31,7 @@ from hushgrad.accounting import Target, gaussian, least_noise
 from hushgrad.glm import PrivateLogisticRegression, losses
 from hushgrad.glm.defaults import INTERCEPT, Public, course
 from hushgrad.glm.rows import LONGEST
-from hushgrad.plan import Plan
+from hushgrad.run.plan import Plan
 from hushgrad.types import Relation
 
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 3.0)

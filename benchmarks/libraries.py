@@ -80,7 +80,7 @@ class Hushgrad:
         compile: bool = False,
     ) -> None:
         import hushgrad as hg
-        from hushgrad.persample import auto, recomputed
+        from hushgrad.gradients import auto, recomputed
         from hushgrad.sampling import Poisson, Stated
 
         self.workload, self.params = workload, trainable(workload.model)

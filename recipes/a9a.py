@@ -10,7 +10,7 @@ from torch import nn
 
 import hushgrad as hg
 from hushgrad.data import Split, Table, a9a
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
 from recipes.classifier import Settings, classifier
 
 ATTRIBUTES = 14

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import hushgrad as hg
 from hushgrad.data import cifar10
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
 from recipes.classifier import Settings, classifier
 from recipes.networks import cnn5
 

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import hushgrad as hg
-from hushgrad.clipping import Clip
+from hushgrad.clipping.rules import Clip
 from hushgrad.data import Split
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
 from hushgrad.types import Batch, Loss
 
 G1 = "settings of Automatic Clipping, appendix G.1, which were tuned on this public data set"

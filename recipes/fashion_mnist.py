@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hushgrad as hg
 from hushgrad.data import fashion_mnist
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
 from recipes import strong as beyond
 from recipes.classifier import G1, Settings, classifier
 from recipes.images import prepared, standardised

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import hushgrad as hg
-from hushgrad.augmentation import Augment, Views
 from hushgrad.data import Split
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
+from hushgrad.run.augmentation import Augment, Views
 from hushgrad.types import Loss
 from recipes.classifier import Settings, classifier, cross_entropy
 from recipes.networks import tanh_cnn

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hushgrad.augmentation import Augment
+from hushgrad.run.augmentation import Augment
 
 
 def shifted(pixels: int, *, mirrored: bool = False) -> Augment:

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import hushgrad as hg
 from hushgrad.accounting.accountants import Rdp
-from hushgrad.metrics import Metrics
-from hushgrad.recipe import Recipe
+from hushgrad.launch.recipe import Recipe
+from hushgrad.run.metrics import Metrics
 
 RECORDS = 200
 SENTINEL = 7.31915421

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hushgrad import Refused, replace_batchnorm
 from hushgrad.batchnorm import GroupNormThen
-from hushgrad.persample import per_sample
+from hushgrad.gradients import per_sample
 
 
 def spread(outputs: Tensor) -> float:

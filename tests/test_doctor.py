@@ -16,9 +16,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hushgrad
-from hushgrad import Refused, demo
+from hushgrad import Refused
 from hushgrad.cli import app
-from hushgrad.persample import dense, loop
+from hushgrad.gradients import dense, loop
+from hushgrad.launch import demo
 
 DEMOS: dict[str, Callable[[], Any]] = {"cnn": demo.cnn, "transformer": demo.transformer}
 
@@ -150,13 +151,13 @@ def run(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_a_certified_model_exits_with_0(name: str) -> None:
-    result = run(f"hushgrad.demo:{name}")
+    result = run(f"hushgrad.launch.demo:{name}")
     assert result.exit_code == 0, result.output
     assert "certified" in result.output
 
 
 def test_json_has_rows_and_verdict() -> None:
-    result = run("hushgrad.demo:cnn", "--json")
+    result = run("hushgrad.launch.demo:cnn", "--json")
     assert result.exit_code == 0
     facts = json.loads(result.stdout)
     model = demo.cnn()[0]
@@ -202,7 +203,7 @@ def test_a_subject_that_makes_no_sense_exits_with_1_and_its_message(
 def test_a_bad_function_exits_with_2(target: str, suffix: str) -> None:
     result = run(target + suffix)
     assert result.exit_code == 2
-    assert "hushgrad.demo:cnn" in result.output.replace("\n", "")
+    assert "hushgrad.launch.demo:cnn" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("bad", ["no_such_module_anywhere:f", "cnn", ""])

@@ -1,4 +1,4 @@
-"""Stages do not import one another; only the modules above them compose."""
+"""Every module has a rank, and imports from lower ranks only: the way of the data, upwards."""
 
 import ast
 from pathlib import Path
@@ -8,69 +8,51 @@ import pytest
 PACKAGE = "hushgrad"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
-# What each top-level module may import from the package, besides itself. Every module has a place
-# here: a new stage in STAGES, anything that puts stages together in COMPOSERS.
-GROUND = {
-    "bits": frozenset(),
-    "nested": frozenset(),
-    "numerics": frozenset(),
-    "rng": frozenset(),
-    "types": frozenset({"numerics", "rng"}),
-    "points": frozenset({"types"}),
-    "events": frozenset({"types"}),
-    "pieces": frozenset({"rng", "types"}),
-    "files": frozenset({"types"}),
-    "processes": frozenset({"types"}),
-}
-STAGES = frozenset(
-    {"data", "sampling", "persample", "grouping", "clipping", "metrics", "aggregate", "noise"}
-    | {"comm", "checkpoint"}
+# Lowest first. A room is a package, whose modules may import one another, unless they have ranks of
+# their own. Rooms on one line do not import each other.
+RANKS = (
+    ("types", "rng", "numerics", "bits", "moved"),
+    ("files", "batches", "events", "points", "batchnorm", "parallel"),
+    ("data", "sampling", "noise", "clipping", "run.metrics", "run.augmentation"),
+    # per-sample gradients
+    ("gradients.errors", "gradients.constants", "gradients.probes", "gradients.guards"),
+    ("gradients.objective", "gradients.factors"),
+    ("gradients.structure", "gradients.comparison", "gradients.tracing"),
+    ("gradients.forms",),
+    ("gradients.certification",),
+    ("gradients.observed", "gradients"),
+    # what is asked of them, and what it costs
+    ("run.execution", "accounting"),
+    ("run.step", "ledger"),
+    ("algorithms",),
+    # a run
+    ("run.plan",),
+    ("run.admission", "run.charging", "run.checkpoint", "run.drawn", "run.folder"),
+    ("run.guarantee", "run.odometer", "run.penalties", "run.randomness", "run.snapshot"),
+    ("run.resuming", "run.evaluation"),
+    ("run.training", "run"),
+    # those who use it
+    ("glm", "audit", "diagnosis", "testing"),
+    ("__init__",),
+    ("launch", "reproductions"),
+    ("cli",),
+    ("__main__",),
 )
-COMPOSERS = frozenset(
-    {
-        "__init__",
-        "__main__",
-        "step",
-        "plan",
-        "guarantee",
-        "training",
-        "algorithms",
-        "glm",
-        "accounting",
-    }
-    | {"ledger", "audit", "theory", "execution", "diagnosis", "batchnorm", "report", "testing"}
-    | {"demo", "cli", "recipe", "augmentation", "charging", "folder", "resuming"}
-    | {
-        "evaluation",
-        "builtin",
-        "curves",
-        "launch",
-        "odometer",
-        "preflight",
-        "words",
-        "admission",
-        "drawn",
-        "penalties",
-        "randomness",
-        "snapshot",
-        "reproductions",
-    }
-)
-
-EVERYTHING = GROUND.keys() | STAGES | COMPOSERS
-MAY_IMPORT: dict[str, frozenset[str]] = (
-    GROUND
-    | dict.fromkeys(STAGES, frozenset(GROUND))
-    | dict.fromkeys(COMPOSERS, frozenset(EVERYTHING))
-)
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 
 
-def imported_modules(tree: ast.AST, parts: tuple[str, ...]) -> set[str]:
-    """Top-level modules of the package that the module at `parts` imports.
+def place_of(module: str) -> str | None:
+    """The longest listed name that a module's begins with."""
+    parts = module.split(".")
+    heads = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
+    return next((head for head in heads if head in RANK), None)
 
-    `parts` is its path below the package, `("persample", "tape")`, with `"__init__"` kept.
-    A name taken from the package itself, `from hushgrad import clipped_sum`, counts as an import
-    of `__init__` unless it is a module.
+
+def imported(tree: ast.AST, parts: tuple[str, ...], modules: frozenset[str]) -> set[str]:
+    """The modules of the package that the module at `parts` imports, `"__init__"` for itself.
+
+    `parts` is its path below the package, `("gradients", "guards")`, with `"__init__"` kept. A name
+    that is no module is one of the module it is taken from.
     """
     found = set()
     for node in ast.walk(tree):
@@ -84,26 +66,33 @@ def imported_modules(tree: ast.AST, parts: tuple[str, ...]) -> set[str]:
             continue
         for root, *rest in targets:
             if root == PACKAGE:
-                top = rest[0] if rest else "__init__"
-                found.add(top if top in EVERYTHING else "__init__")
+                names = (".".join(rest[:k]) for k in range(len(rest), 0, -1))
+                found.add(next((name for name in names if name in modules), "__init__"))
     return found
+
+
+def modules_below(source: Path) -> frozenset[str]:
+    """Their dotted names below the package, and the listed ones."""
+    paths = [path.relative_to(source).with_suffix("").parts for path in source.rglob("*.py")]
+    named = (parts[:-1] if parts[-1] == "__init__" else parts for parts in paths)
+    return frozenset(".".join(parts) for parts in named if parts) | (RANK.keys() - {"__init__"})
 
 
 def breaches(source: Path) -> list[str]:
     """Every breach of the layering below `source`, as sentences."""
-    found = []
+    found, modules = [], modules_below(source)
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
-        top = parts[0]
-        if top not in MAY_IMPORT:
-            found.append(f"{top} has no layer; add it to STAGES or COMPOSERS in this test")
+        own = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        place = place_of(own)
+        if place is None:
+            found.append(f"{own} has no rank; give it one in this test")
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        for target in sorted(imported_modules(tree, parts) - MAY_IMPORT[top] - {top}):
-            found.append(
-                f"{'.'.join(parts)} imports {target}, but {top} may import only "
-                f"{sorted(MAY_IMPORT[top])}; compose them in a module above"
-            )
+        for target in sorted(imported(tree, parts, modules)):
+            there = place_of(target)
+            if there is None or (there != place and RANK[there] >= RANK[place]):
+                found.append(f"{own} imports {target}, which is not below it")
     return found
 
 
@@ -112,20 +101,39 @@ def test_the_package_keeps_its_layers() -> None:
     assert breaches(SOURCE) == []
 
 
+def test_every_listed_module_is_there() -> None:
+    paths = {name: SOURCE.joinpath(*name.split(".")) for name in RANK}
+    assert [n for n, p in paths.items() if not (p.is_dir() or p.with_suffix(".py").exists())] == []
+
+
+def test_few_modules_stand_outside_of_a_room() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= 18
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.name))
+def test_a_module_has_at_most_400_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("clipping.py", "import hushgrad.noise"),
-        ("clipping.py", "import hushgrad"),
-        ("clipping.py", "from hushgrad import clipped_sum"),
-        ("clipping.py", "from hushgrad import noise as n"),
-        ("clipping.py", "from hushgrad.noise import add_noise"),
-        ("clipping.py", "from . import noise"),
-        ("clipping.py", "from .noise import add_noise"),
-        ("clipping.py", "def late():\n    from hushgrad.step import step"),
-        ("persample/tape.py", "from ..clipping import abadi"),
-        ("persample/rules/linear.py", "from ...aggregate import total"),
-        ("persample/__init__.py", "from ..clipping import abadi"),
+        ("clipping/rules.py", "import hushgrad.run.plan"),
+        ("clipping/rules.py", "import hushgrad.noise"),
+        ("clipping/rules.py", "import hushgrad"),
+        ("clipping/rules.py", "from hushgrad import clipped_sum"),
+        ("clipping/rules.py", "from hushgrad import noise as n"),
+        ("clipping/rules.py", "from hushgrad.noise import add_noise"),
+        ("clipping/rules.py", "from .. import noise"),
+        ("clipping/rules.py", "from ..noise import add_noise"),
+        ("run/step.py", "def late():\n    from hushgrad.run.training import train"),
+        ("run/step.py", "from hushgrad.algorithms import Sgd"),
+        ("run/metrics.py", "from hushgrad.run.step import step"),
+        ("gradients/tracing/tape.py", "from ...run.step import step"),
+        ("gradients/tracing/tape.py", "from hushgrad.gradients import per_sample"),
+        ("gradients/tracing/rules/linear.py", "from hushgrad.gradients.forms import traced"),
+        ("gradients/forms/compiled.py", "from hushgrad.gradients.certification import oracle"),
+        ("gradients/__init__.py", "from hushgrad.run.step import step"),
         ("types.py", "from hushgrad.clipping import abadi"),
         ("numerics.py", "from .types import Params"),
         ("novelty.py", "import torch"),
@@ -141,13 +149,17 @@ def test_a_planted_breach_is_caught(tmp_path: Path, module: str, statement: str)
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
-        ("clipping.py", "from hushgrad.types import Bounded\nfrom .numerics import exact"),
-        ("persample/tape.py", "from .factors import Outer\nfrom ..types import PerSample"),
-        ("persample/__init__.py", "from .tape import Tape\nfrom . import dense"),
-        ("types.py", "from hushgrad.numerics import exact"),
-        ("step.py", "from hushgrad import clipping, noise"),
-        ("__init__.py", "from .step import step"),
-        ("clipping.py", "import hushgradient, torch"),
+        ("clipping/rules.py", "from hushgrad.types import Bounded\nfrom ..numerics import exact"),
+        ("clipping/__init__.py", "from .rules import abadi\nfrom . import groups"),
+        ("gradients/tracing/tape.py", "from ..factors import kinds\nfrom ...types import Params"),
+        (
+            "gradients/__init__.py",
+            "from .forms import dense\nfrom hushgrad.gradients import guards",
+        ),
+        ("run/step.py", "from hushgrad import clipping, noise"),
+        ("run/plan.py", "from hushgrad.algorithms import Sgd\nfrom .step import step"),
+        ("__init__.py", "from .run.step import step"),
+        ("clipping/rules.py", "import hushgradient, torch"),
     ],
 )
 def test_an_allowed_import_passes(tmp_path: Path, module: str, statement: str) -> None:

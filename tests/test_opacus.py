@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hushgrad as hg
 from hushgrad import Rng
-from hushgrad.aggregate import SUM_SLACK
-from hushgrad.clipping import Clip, abadi
-from hushgrad.grouping import Grouping, per_parameter, whole
+from hushgrad.clipping.aggregate import SUM_SLACK
+from hushgrad.clipping.groups import Grouping, per_parameter, whole
+from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.sampling import FullBatch, Sampling
 
 opacus = pytest.importorskip("opacus")

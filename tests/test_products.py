@@ -12,10 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hushgrad import Execution, clipped_sum
-from hushgrad.aggregate import SUM_SLACK
-from hushgrad.clipping import Clip, abadi, automatic, custom, discard, normalize, reparameterized
-from hushgrad.grouping import Grouping, blocks, per_layer, per_parameter, whole
-from hushgrad.persample import Form, dense, loop, traced
+from hushgrad.clipping.aggregate import SUM_SLACK
+from hushgrad.clipping.groups import Grouping, blocks, per_layer, per_parameter, whole
+from hushgrad.clipping.rules import (
+    Clip,
+    abadi,
+    automatic,
+    custom,
+    discard,
+    normalize,
+    reparameterized,
+)
+from hushgrad.gradients import Form, dense, loop, traced
 
 RECORDS, LENGTH, WORDS, WIDTH = 10, 6, 12, 8
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hushgrad import clipping, demo
-from hushgrad.clipping import Clip, custom
-from hushgrad.persample import Form, Gradients, dense, loop, traced
+from hushgrad import clipping
+from hushgrad.clipping.rules import Clip, custom
+from hushgrad.gradients import Form, Gradients, dense, loop, traced
+from hushgrad.launch import demo
 from hushgrad.testing import check_clip_rule, check_per_sample
 
 

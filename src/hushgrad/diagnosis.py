@@ -11,10 +11,10 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from torch import nn
 
-from hushgrad.persample import Form, auto, certificate_for, per_sample, traced
-from hushgrad.persample.certify import Certificate
-from hushgrad.persample.gradients import Gradients
-from hushgrad.persample.settled import cost_of
+from hushgrad.gradients import Form, auto, certificate_for, per_sample, traced
+from hushgrad.gradients.certification.certify import Certificate
+from hushgrad.gradients.factors.choice import cost_of
+from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.types import Batch, Loss, Params
 
 

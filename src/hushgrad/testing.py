@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hushgrad.clipping import Clip
-from hushgrad.persample import Form, Gradients, auto, per_sample, records
-from hushgrad.persample.loop import one_record
-from hushgrad.persample.neutral import WithoutRandomness
-from hushgrad.persample.oracle import COARSE, FINE
+from hushgrad.batches import records
+from hushgrad.clipping.rules import Clip
+from hushgrad.gradients import Form, Gradients, auto, per_sample
+from hushgrad.gradients.certification.deterministic import WithoutRandomness
+from hushgrad.gradients.comparison import COARSE, FINE
+from hushgrad.gradients.forms.loop import one_record
 from hushgrad.types import Batch, Loss, Params, Refused
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import hushgrad as hg
 from hushgrad import Rng
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms import Algorithm
+from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.noise import Noise
 from hushgrad.noise import release as real_release
-from hushgrad.plan import Plan
+from hushgrad.run.plan import Plan
 from hushgrad.types import Bounded, Released
 
 RECORDS, FEATURES = 60, 5
@@ -98,7 +98,7 @@ def watched(
         return penalty * sum(p.square().sum() for p in net.parameters())
 
     with monkeypatch.context() as patch:
-        patch.setattr("hushgrad.step.release", spy)
+        patch.setattr("hushgrad.run.step.release", spy)
         seen.points.append(point_of(net))
         for batch in run:
             seen.batches.append(batch)

@@ -30,7 +30,6 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, MixedDpEvent, PureDpEvent
 from hushgrad.accounting.closed_forms import gaussian_epsilon, recursive_momentum_noise_multiplier
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms import (
     Affine,
     Ball,
@@ -53,7 +52,8 @@ from hushgrad.algorithms.rates import (
     recursive_momentum_batch,
     recursive_momentum_choice,
 )
-from hushgrad.clipping import Adaptive, abadi
+from hushgrad.clipping.aggregate import SUM_SLACK
+from hushgrad.clipping.rules import Adaptive, abadi
 from hushgrad.noise import Noise, laplace, release
 from hushgrad.noise.releasing import grid
 from hushgrad.sampling import FullBatch, WithoutReplacement

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, PureDpEvent
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms import (
     Agd,
     FedAvg,
@@ -47,11 +46,12 @@ from hushgrad.algorithms import (
     smallest,
 )
 from hushgrad.algorithms.adaptive import _mean, budget
-from hushgrad.execution import Execution
-from hushgrad.metrics import Metrics
+from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.noise import Noise, release
+from hushgrad.run.execution import Execution
+from hushgrad.run.metrics import Metrics
+from hushgrad.run.step import Pass, Term
 from hushgrad.sampling import FullBatch
-from hushgrad.step import Pass, Term
 from hushgrad.types import Bounded
 
 C1 = 0.8

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.algorithms.named import NAMED
-from hushgrad.builtin import classifier
 from hushgrad.cli import app
-from hushgrad.guarantee import up
+from hushgrad.launch.builtin import classifier
+from hushgrad.run.guarantee import up
 from hushgrad.types import Relation
 
 

@@ -36,7 +36,6 @@ from torch import nn
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP, MixedDpEvent
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms import (
     Ball,
     LocalGd,
@@ -53,14 +52,15 @@ from hushgrad.algorithms import (
 )
 from hushgrad.algorithms.algorithm import counted
 from hushgrad.algorithms.output import drawn
-from hushgrad.clipping import Adaptive, abadi, automatic
+from hushgrad.clipping.aggregate import SUM_SLACK
+from hushgrad.clipping.rules import Adaptive, abadi, automatic
 from hushgrad.events import merged
-from hushgrad.execution import Execution
-from hushgrad.metrics import Metrics
+from hushgrad.gradients import loop
 from hushgrad.noise import gaussian as gaussian_noise
-from hushgrad.persample import loop
+from hushgrad.run.execution import Execution
+from hushgrad.run.metrics import Metrics
+from hushgrad.run.step import Part, Pass, Round, Term
 from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
-from hushgrad.step import Part, Pass, Round, Term
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
 NET = model()
@@ -516,7 +516,7 @@ def test_the_forms_of_gradients_agree(monkeypatch) -> None:
     plan = plan_of(Srm(GAMMA, abadi(C2)), noise_multiplier=0.0)
     fast, slow = (
         watched(plan, monkeypatch, execution=Execution(form=form))
-        for form in (hg.persample.traced, loop)
+        for form in (hg.gradients.traced, loop)
     )
     assert_close(fast.points[-1], slow.points[-1], 1e-6)
 
@@ -636,7 +636,7 @@ def test_tied_weights_and_convolutions_have_their_differences(gap: float) -> Non
         assert found.l2 == bound(GAMMA * C1 + (1 - GAMMA) * C2)
         return found.sum
 
-    fast, slow = summed(Execution(form=hg.persample.traced)), summed(Execution(form=loop))
+    fast, slow = summed(Execution(form=hg.gradients.traced)), summed(Execution(form=loop))
     assert_close(fast, slow, 2e-4)
     assert_close(summed(Execution(micro_batch=8)), slow, 2e-4)
 

@@ -10,7 +10,7 @@ import hushgrad as hg
 from hushgrad.algorithms import Srm
 from hushgrad.glm.closed import LinearLoss
 from hushgrad.glm.losses import bi_tempered, hinge, logistic, multinomial, poisson, squared
-from hushgrad.persample import difference, traced
+from hushgrad.gradients import difference, traced
 from hushgrad.types import Refused
 
 LOSSES = [logistic(), hinge(), squared(), poisson(), multinomial(), bi_tempered()]

@@ -19,8 +19,8 @@ import hushgrad as hg
 from hushgrad import clipping
 from hushgrad.accounting import PLD
 from hushgrad.accounting.closed_forms import gaussian_epsilon
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms.sgd import rrpsgd
+from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.glm import (
     PrivateLinearRegression,
     PrivateLinearSVC,
@@ -33,7 +33,7 @@ from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.ledger import Ledger
-from hushgrad.plan import Plan
+from hushgrad.run.plan import Plan
 from hushgrad.sampling import FullBatch, Poisson
 from hushgrad.types import Refused, Relation
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from hushgrad import clipping
-from hushgrad.aggregate import SUM_SLACK
+from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.glm import losses
 from hushgrad.glm.gradients import NAME, clipped_sum, difference, linear_gradients
 from hushgrad.glm.rows import LONGEST, DenseRows, Rows, scaled_rows

@@ -34,14 +34,14 @@ from hypothesis.stateful import (
 )
 
 import hushgrad as hg
-from hushgrad import charging
 from hushgrad.accounting import gaussian, poisson
-from hushgrad.charging import own_ledger
 from hushgrad.ledger import Budget, Ledger, Rule, Spend, renyi, total
 from hushgrad.ledger import entry as entries
 from hushgrad.ledger.file import File
 from hushgrad.ledger.spending import read
-from hushgrad.resuming import CHECKPOINT, KEY, Memory, remembered
+from hushgrad.run import charging
+from hushgrad.run.charging import own_ledger
+from hushgrad.run.resuming import CHECKPOINT, KEY, Memory, remembered
 from hushgrad.types import Refused, Relation
 
 STEPS, AHEAD, SIGMA, RATE, ORDER = 6, 2, 2.0, 0.25, 8.0

@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import hushgrad as hg
-from hushgrad import checkpoint, resuming
-from hushgrad.launch import carry_out, start
+from hushgrad.launch.loop import carry_out, start
+from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end
 from hushgrad.ledger import Budget, Entry, Ledger, Rule, renyi, total
 from hushgrad.ledger.file import File
-from hushgrad.report import VERSIONS, Request, write_beginning, write_end
+from hushgrad.run import checkpoint, resuming
 from hushgrad.types import Refused
 from recipes_to_try import good
 

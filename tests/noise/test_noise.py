@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from hushgrad.noise import (
-    Noise,
-    gaussian,
-    grid,
-    laplace,
-    release,
-    standard_normal,
-)
+from hushgrad.noise import Noise, gaussian, grid, laplace, release, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded, Refused, Released
 

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 import hushgrad as hg
-from hushgrad.evaluation import evaluate
 from hushgrad.rng import Rng
+from hushgrad.run.evaluation import evaluate
 from hushgrad.sampling import FullBatch, Loader, Poisson, Stated, coupling
 from hushgrad.types import Refused
 

@@ -7,15 +7,7 @@ from hushgrad.algorithms.adaptive import Agd
 from hushgrad.algorithms.algorithm import Algorithm, Course, Stage
 from hushgrad.algorithms.federated import FedAvg
 from hushgrad.algorithms.local import LocalGd, hemisphere, report
-from hushgrad.algorithms.output import (
-    Output,
-    average,
-    last,
-    noisy_min,
-    smallest,
-    stopped,
-    uniform,
-)
+from hushgrad.algorithms.output import Output, average, last, noisy_min, smallest, stopped, uniform
 from hushgrad.algorithms.projections import Affine, Ball, Box, Simplex
 from hushgrad.algorithms.recursive import PerDistance, SpiderBoost, Srm, storm, unclipped
 from hushgrad.algorithms.sgd import Sgd, rrpsgd

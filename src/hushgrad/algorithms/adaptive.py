@@ -12,7 +12,6 @@ from dp_accounting import DpEvent, NonPrivateDpEvent
 from dp_accounting.dp_event import NoOpDpEvent, ZCDpEvent
 from torch import Tensor
 
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms.algorithm import (
     Course,
     Stage,
@@ -22,12 +21,13 @@ from hushgrad.algorithms.algorithm import (
     require_full,
 )
 from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
+from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
+from hushgrad.clipping.aggregate import SUM_SLACK
+from hushgrad.gradients.constants import opened
+from hushgrad.gradients.guards import restored
 from hushgrad.noise import gaussian, release
-from hushgrad.persample.constants import opened
-from hushgrad.persample.records import MULTIPLE, count, pad, padded_size
-from hushgrad.persample.watch import restored
 from hushgrad.points import Values, norm, point, swapped
-from hushgrad.step import Part, Round, Term, gradient_of
+from hushgrad.run.step import Part, Round, Term, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation
 
 _MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that a record keeps its bits

@@ -16,13 +16,13 @@ from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor
 
 from hushgrad.algorithms.output import Output
-from hushgrad.clipping import Adaptive, Clip
+from hushgrad.clipping.rules import Adaptive, Clip
 from hushgrad.events import repeated
 from hushgrad.noise import gaussian
 from hushgrad.rng import Rng
+from hushgrad.run.step import Round
 from hushgrad.sampling import FullBatch, Poisson, Sampling, Scheme, WithoutReplacement
 from hushgrad.sampling.draws import Positions
-from hushgrad.step import Round
 from hushgrad.types import Params, Refused, Relation
 
 State = dict[str, Any]

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
 from hushgrad.algorithms.output import Output, last
+from hushgrad.batches.records import count, map_tensors
+from hushgrad.gradients import Gradients
+from hushgrad.gradients.constants import opened
+from hushgrad.gradients.factors.gradients import Factors
+from hushgrad.gradients.factors.kinds import Dense
+from hushgrad.gradients.factors.slots import in_turn
+from hushgrad.gradients.guards import check_parameters, restored
 from hushgrad.numerics import wide
-from hushgrad.persample import Gradients
-from hushgrad.persample.constants import opened
-from hushgrad.persample.factors import Dense
-from hushgrad.persample.gradients import Factors
-from hushgrad.persample.records import count, map_tensors
-from hushgrad.persample.slots import in_turn
-from hushgrad.persample.watch import check_parameters, restored
 from hushgrad.points import point, swapped
-from hushgrad.step import Part, Round, Term
+from hushgrad.run.step import Part, Round, Term
 from hushgrad.types import Params
 
 

@@ -17,7 +17,6 @@ from dp_accounting import DpEvent, NonPrivateDpEvent
 from jaxtyping import Float64
 from torch import Tensor
 
-from hushgrad.aggregate import SUM_SLACK
 from hushgrad.algorithms.algorithm import (
     Course,
     Stage,
@@ -27,14 +26,15 @@ from hushgrad.algorithms.algorithm import (
     require_full,
 )
 from hushgrad.algorithms.output import Output, last
+from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.events import PureDpEvent, repeated
+from hushgrad.gradients import Gradients
+from hushgrad.gradients.factors.gradients import Factors
+from hushgrad.gradients.factors.kinds import Dense
+from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.noise import gaussian, release, standard_normal
-from hushgrad.persample import Gradients
-from hushgrad.persample.factors import Dense
-from hushgrad.persample.gradients import Factors
-from hushgrad.persample.slots import in_turn
 from hushgrad.rng import Rng
-from hushgrad.step import Round
+from hushgrad.run.step import Round
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
 
 Reports = Float64[Tensor, "records entries"]

@@ -12,7 +12,7 @@ from hushgrad.algorithms.local import LocalGd
 from hushgrad.algorithms.output import average, uniform
 from hushgrad.algorithms.recursive import PerDistance, SpiderBoost, Srm
 from hushgrad.algorithms.sgd import Sgd
-from hushgrad.clipping import abadi
+from hushgrad.clipping.rules import abadi
 from hushgrad.types import Relation
 
 

@@ -19,7 +19,7 @@ from hushgrad.noise import Noise, laplace, release
 from hushgrad.noise.releasing import GRID_BITS
 from hushgrad.points import norm, point
 from hushgrad.rng import Rng
-from hushgrad.step import Round
+from hushgrad.run.step import Round
 from hushgrad.types import Bounded, Params
 
 Rounds = Callable[[int], DpEvent]

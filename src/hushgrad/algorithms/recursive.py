@@ -25,10 +25,10 @@ from hushgrad.algorithms.algorithm import (
     resized,
 )
 from hushgrad.algorithms.output import Output, last
-from hushgrad.clipping import Clip, abadi
-from hushgrad.persample import difference
+from hushgrad.clipping.rules import Clip, abadi
+from hushgrad.gradients import difference
 from hushgrad.points import Values, distance, norm, point
-from hushgrad.step import Ask, Part, Round, Term
+from hushgrad.run.step import Ask, Part, Round, Term
 from hushgrad.types import Params
 
 _SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two points are the same

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
 from hushgrad.algorithms.output import Output, last, stopped
-from hushgrad.step import Round, Term
+from hushgrad.run.step import Round, Term
 from hushgrad.types import Params
 
 

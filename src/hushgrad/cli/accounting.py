@@ -18,7 +18,7 @@ from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
 from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
 from hushgrad.cli.shown import growth, shown
 from hushgrad.events import steps_of
-from hushgrad.guarantee import up
+from hushgrad.run.guarantee import up
 from hushgrad.types import Relation
 
 

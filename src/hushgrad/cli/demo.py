@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hushgrad.cli.errors import sentences
-from hushgrad.demo import EPSILONS, NAMES, TUNED, Trained, train_all
-from hushgrad.guarantee import up
-from hushgrad.words import examples, in_words
+from hushgrad.launch.demo import EPSILONS, NAMES, TUNED, Trained, train_all
+from hushgrad.launch.words import examples, in_words
+from hushgrad.run.guarantee import up
 
 _COLUMNS = ("not private", *(f"ε = {epsilon:g}" for epsilon in EPSILONS))
 _PREPARED = (

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
 
+from hushgrad.batches.nested import leaves_of
 from hushgrad.cli.target import called, function_named
 from hushgrad.diagnosis import doctor as examine
-from hushgrad.nested import leaves_of
 
 
 def doctor(
@@ -56,7 +56,7 @@ def _load(target: str) -> Any:
     except (OSError, ValueError) as error:
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
-            f"batch, got {target!r} ({error}); try hushgrad.demo:cnn"
+            f"batch, got {target!r} ({error}); try hushgrad.launch.demo:cnn"
         )
         raise typer.BadParameter(message) from error
     return model, loss, batch

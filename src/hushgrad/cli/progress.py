@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hushgrad.guarantee import up
-from hushgrad.odometer import LABEL, Odometer
-from hushgrad.plan import Plan
-from hushgrad.training import Run
+from hushgrad.run.guarantee import up
+from hushgrad.run.odometer import LABEL, Odometer
+from hushgrad.run.plan import Plan
+from hushgrad.run.training import Run
 
-LOGGER = "hushgrad.persample"
+LOGGER = "hushgrad.gradients"
 """The logger that certification tells of its progress."""
 
 _SHOWN = ("loss", "clipped")

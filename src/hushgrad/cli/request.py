@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from hushgrad.builtin import CLASSIFIED, classifier
 from hushgrad.cli.options import bound, spelled, split
 from hushgrad.cli.target import NotFound, called, function_named
 from hushgrad.data.files import VARIABLE
+from hushgrad.launch.builtin import CLASSIFIED, classifier
+from hushgrad.launch.recipe import Recipe
+from hushgrad.launch.report import REQUEST, Request
 from hushgrad.ledger import Budget, Ledger
-from hushgrad.recipe import Recipe
-from hushgrad.report import REQUEST, Request
-from hushgrad.resuming import CHECKPOINT
+from hushgrad.run.resuming import CHECKPOINT
 
 RUNS = Path("runs")
 """Where runs are kept that were given no folder."""
@@ -48,7 +48,7 @@ class Asked:
             recipe = self.function(**keywords)
         if not isinstance(recipe, Recipe):
             raise ValueError(
-                f"expected a function that returns a hushgrad.recipe.Recipe, got a "
+                f"expected a function that returns a hushgrad.launch.recipe.Recipe, got a "
                 f"{type(recipe).__name__} from {self.target}; return Recipe(…)"
             )
         return recipe
@@ -67,7 +67,7 @@ def asked_for(arguments: Sequence[str], named: dict[str, str | None]) -> Asked:
         options, target = {"dataset": target, **options}, None
     if target is None:
         name = f"{options['dataset']}-{options.get('model', 'linear')}"
-        return Asked("hushgrad.builtin:classifier", classifier, options, name)
+        return Asked("hushgrad.launch.builtin:classifier", classifier, options, name)
     try:
         function = function_named(target)
     except NotFound as error:

@@ -11,7 +11,7 @@ from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.cli.chart import Curve, drawn
 from hushgrad.cli.question import Question, SamplingName
-from hushgrad.guarantee import up
+from hushgrad.run.guarantee import up
 from hushgrad.types import Refused, Relation
 
 _POINTS = 20

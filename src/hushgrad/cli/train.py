@@ -15,21 +15,14 @@ import typer
 
 from hushgrad.cli.errors import sentences
 from hushgrad.cli.progress import Bar, certifying
-from hushgrad.cli.request import (
-    asked_for,
-    budget_for,
-    folder_of,
-    free_folder,
-    request_for,
-    resumed,
-)
+from hushgrad.cli.request import asked_for, budget_for, folder_of, free_folder, request_for, resumed
 from hushgrad.cli.target import called
-from hushgrad.launch import carry_out, start
-from hushgrad.preflight import check
-from hushgrad.report import VERSIONS, Request, write_beginning, write_end, write_progress
+from hushgrad.launch.loop import carry_out, start
+from hushgrad.launch.preflight import check
+from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end, write_progress
+from hushgrad.launch.words import in_words
 from hushgrad.rng import Rng
-from hushgrad.training import Run
-from hushgrad.words import in_words
+from hushgrad.run.training import Run
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -81,8 +74,8 @@ def train(
 ) -> None:
     """Train a model with differential privacy, as a recipe says.
 
-    A recipe is a function that returns a hushgrad.recipe.Recipe. What the run leaves is in its
-    folder, with a report. Exits with 2, and one sentence, where it cannot start: nothing is
+    A recipe is a function that returns a hushgrad.launch.recipe.Recipe. What the run leaves is in
+    its folder, with a report. Exits with 2, and one sentence, where it cannot start: nothing is
     written or spent then. Ctrl-C leaves a checkpoint and exits with 130.
     """
     named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}

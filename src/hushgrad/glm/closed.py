@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hushgrad.batches.records import count, pad, padded_size
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import MULTIPLE, scores_of
-from hushgrad.persample import Gradients
-from hushgrad.persample.factors import Dense, Outer, Use
-from hushgrad.persample.gradients import Key
-from hushgrad.persample.records import count, pad, padded_size
-from hushgrad.persample.slots import in_turn
+from hushgrad.gradients import Gradients
+from hushgrad.gradients.factors.gradients import Key
+from hushgrad.gradients.factors.kinds import Dense, Outer, Use
+from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.types import Batch, Params, Refused
 
 

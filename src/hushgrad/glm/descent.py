@@ -10,16 +10,16 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from hushgrad.algorithms import Sgd
-from hushgrad.clipping import Clip
+from hushgrad.clipping.rules import Clip
 from hushgrad.glm.gradients import NAME, clipped_sum
 from hushgrad.glm.losses import Penalty, ScoreLoss
 from hushgrad.glm.rows import Rows
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import release
-from hushgrad.plan import Plan
-from hushgrad.processes import require_one_process
-from hushgrad.resuming import Fingerprint, none, remembered
+from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
+from hushgrad.run.plan import Plan
+from hushgrad.run.resuming import Fingerprint, none, remembered
 from hushgrad.sampling import FullBatch, Scheme
 from hushgrad.types import Refused, Relation
 

@@ -45,7 +45,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from hushgrad.clipping import Clip
+from hushgrad.clipping.rules import Clip
 from hushgrad.glm import losses
 from hushgrad.glm.fits import new_family, note_copy
 from hushgrad.glm.fitting import Fitted, Linear, Settings, fit

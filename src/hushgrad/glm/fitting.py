@@ -14,14 +14,8 @@ from scipy import sparse
 from torch import Tensor
 
 from hushgrad.accounting import PLD, Target, least_noise
-from hushgrad.clipping import Clip, abadi
-from hushgrad.glm.defaults import (
-    INTERCEPT,
-    Public,
-    course,
-    objective_strength,
-    output_strength,
-)
+from hushgrad.clipping.rules import Clip, abadi
+from hushgrad.glm.defaults import INTERCEPT, Public, course, objective_strength, output_strength
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.fits import Fit, counted, sample_of
@@ -38,9 +32,9 @@ from hushgrad.glm.rows import LONGEST, Rows, scaled_rows
 from hushgrad.glm.statement import GlmGuarantee
 from hushgrad.ledger import Budget
 from hushgrad.noise import gaussian
-from hushgrad.plan import Plan
-from hushgrad.resuming import Fingerprint, none
 from hushgrad.rng import Rng
+from hushgrad.run.plan import Plan
+from hushgrad.run.resuming import Fingerprint, none
 from hushgrad.types import Refused, Relation
 
 ALGORITHMS = ("sgd", "gd", "objective", "output")

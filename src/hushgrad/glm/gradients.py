@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float64
 from torch import Tensor
 
-from hushgrad.aggregate import aggregate
-from hushgrad.clipping import Clip
+from hushgrad.clipping.aggregate import aggregate
+from hushgrad.clipping.rules import Clip
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import PART, Rows
 from hushgrad.types import Bounded

@@ -25,7 +25,7 @@ from jaxtyping import Float64
 from scipy.optimize import minimize
 from torch import Tensor
 
-from hushgrad.clipping import Clip
+from hushgrad.clipping.rules import Clip
 from hushgrad.glm.losses import ScoreLoss
 
 _FAR = 2.0**60  # a knot beyond this counts as infinite

@@ -38,7 +38,6 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from hushgrad.accounting.closed_forms import gaussian_noise_multiplier
-from hushgrad.charging import refuse_reproducible
 from hushgrad.events import ApproximateDpEvent, repeated
 from hushgrad.glm.gradients import NAME
 from hushgrad.glm.losses import ScoreLoss
@@ -46,9 +45,10 @@ from hushgrad.glm.minimising import minimiser
 from hushgrad.glm.rows import Rows
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import Noise, gaussian, release, standard_normal
-from hushgrad.processes import require_one_process
-from hushgrad.resuming import Fingerprint, none
+from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
+from hushgrad.run.charging import refuse_reproducible
+from hushgrad.run.resuming import Fingerprint, none
 from hushgrad.types import Bounded, Refused, Relation
 
 TOLERANCE = 1e-4

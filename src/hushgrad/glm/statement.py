@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from hushgrad.glm.fits import Earlier
-from hushgrad.guarantee import up
 from hushgrad.ledger.records import figure
+from hushgrad.run.guarantee import up
 from hushgrad.types import Relation
 
 _NEIGHBOURS = {

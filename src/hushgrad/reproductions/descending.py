@@ -9,14 +9,14 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from hushgrad.accounting import Target, least_noise
-from hushgrad.clipping import Clip
+from hushgrad.clipping.rules import Clip
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import Rows
 from hushgrad.noise import gaussian
-from hushgrad.plan import Plan
 from hushgrad.rng import Rng
+from hushgrad.run.plan import Plan
 from hushgrad.sampling import FullBatch
 from hushgrad.types import Relation
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from hushgrad.clipping import abadi
+from hushgrad.clipping.rules import abadi
 from hushgrad.glm.bounds import average_risk, best_rate, central_risk
 from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised

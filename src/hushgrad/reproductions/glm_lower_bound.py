@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hushgrad.clipping import abadi
+from hushgrad.clipping.rules import abadi
 from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, logistic

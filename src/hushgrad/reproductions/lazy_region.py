@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float64
 from torch import Tensor
 
-from hushgrad.clipping import Clip, abadi, automatic, normalize
+from hushgrad.clipping.rules import Clip, abadi, automatic, normalize
 from hushgrad.glm.descent import Descent
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, squared

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hushgrad.batches.records import count
 from hushgrad.data.split import Split
 from hushgrad.data.tables import Table
 from hushgrad.glm import PrivateLogisticRegression
 from hushgrad.glm.closed import LinearLoss
 from hushgrad.glm.losses import logistic
-from hushgrad.persample.records import count
-from hushgrad.plan import Plan
 from hushgrad.rng import Rng
-from hushgrad.training import train
+from hushgrad.run.plan import Plan
+from hushgrad.run.training import train
 from hushgrad.types import Relation
 
 PENALTY = 1e-3

@@ -26,8 +26,8 @@ from hushgrad.algorithms import (
     storm,
     unclipped,
 )
-from hushgrad.clipping import Clip, abadi, automatic
-from hushgrad.plan import Plan, plan
+from hushgrad.clipping.rules import Clip, abadi, automatic
+from hushgrad.run.plan import Plan, plan
 from hushgrad.sampling import FullBatch, Sampling, WithoutReplacement
 from hushgrad.types import Relation
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hushgrad.algorithms import Output, Sgd, Srm, average
-from hushgrad.clipping import abadi
+from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
-from hushgrad.plan import Plan, plan
 from hushgrad.points import swapped
 from hushgrad.reproductions.study import Figure, Settings, Table, figures
 from hushgrad.rng import Rng
-from hushgrad.training import train
+from hushgrad.run.plan import Plan, plan
+from hushgrad.run.training import train
 from hushgrad.types import Batch
 
 EPSILONS = (1.2, 3.0)

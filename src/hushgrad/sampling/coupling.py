@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hushgrad.nested import leaves_of
+from hushgrad.batches.nested import leaves_of
 from hushgrad.sampling.sources import Source
 from hushgrad.types import Batch, Refused
 

@@ -11,12 +11,7 @@ import numpy as np
 from hushgrad.events import ShuffledDpEvent, on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, dealt, subset
-from hushgrad.sampling.scheme import (
-    ANY_RELATION,
-    SAME_SIZE,
-    require_batch,
-    require_whole,
-)
+from hushgrad.sampling.scheme import ANY_RELATION, SAME_SIZE, require_batch, require_whole
 from hushgrad.types import Relation
 
 

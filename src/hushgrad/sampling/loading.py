@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hushgrad.nested import leaves_of, map_leaves
+from hushgrad.batches.nested import leaves_of, map_leaves
 from hushgrad.rng import Rng
 from hushgrad.sampling.coupling import Collate, refuse_coupling, require_each
 from hushgrad.sampling.draws import Positions

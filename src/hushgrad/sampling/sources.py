@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from hushgrad.nested import leaves_of, map_leaves
+from hushgrad.batches.nested import leaves_of, map_leaves
 from hushgrad.types import Batch, Refused
 
 

@@ -1,0 +1,1 @@
+"""Batches: nested structures of tensors whose first dimension is the records."""

@@ -1,0 +1,1 @@
+"""Tests that a model's per-sample gradients are right, before anything is released."""

@@ -1,0 +1,371 @@
+"""Certification: a form is used on a model only after it was proved equal to the slow one there.
+
+Probe batches of several sizes, made from the user's own records, are run with randomness
+neutralised and the parameters in general position, and compared with runs of one record. What is
+certified is where the records are at every call site, that no record's loss or gradient depends
+on its mates, that nothing is written or trained out of sight, and that norms and gradients agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.batches import records
+from hushgrad.gradients.certification.deterministic import WithoutRandomness, in_general_position
+from hushgrad.gradients.certification.faults import no_finite_record
+from hushgrad.gradients.certification.free_buffers import consulted
+from hushgrad.gradients.certification.generators import own_generators_unused
+from hushgrad.gradients.certification.independence import (
+    LARGEST_MULTIPLE,
+    Passes,
+    check_independence,
+    multiple_for,
+)
+from hushgrad.gradients.certification.oracle import Evidence, Oracle, compare, refuse_unreached
+from hushgrad.gradients.certification.places import MovingBits, period_of
+from hushgrad.gradients.certification.way_back import (
+    RARE_DRAWS,
+    attempt,
+    beside_neighbours,
+    reason_of,
+    refuse_gradients_beside_copies,
+    refuse_loud_gradients,
+    refuse_mixed_gradients,
+    replaying,
+)
+from hushgrad.gradients.comparison import ROUGHLY, differs
+from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients.factors.slots import Slots, drawn, in_turn, room
+from hushgrad.gradients.forms.choices import Form, Run, traced
+from hushgrad.gradients.forms.compiled import VECTOR
+from hushgrad.gradients.guards import Key, restored
+from hushgrad.gradients.objective import Subject, named
+from hushgrad.gradients.probes import distinct, distinct_records, own_records, probe_sizes
+from hushgrad.gradients.tracing.call_sites import Probing, Site, Unforeseen
+from hushgrad.gradients.tracing.layout import Ambiguous
+from hushgrad.gradients.tracing.rules.lookup import refuse_coupled_embedding
+from hushgrad.types import Batch, NotCovered, Refused
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Certificate:
+    """What was proved about one loss, its parameters and the shapes of its batches."""
+
+    form: Form
+    run: Run
+    sites: tuple[Site, ...]
+    free_buffers: frozenset[Key]
+    largest: int
+    evidence: Evidence
+    why_not: dict[str, str]
+    multiple: int
+    period: int  # rows are rounded alike whose places are equal modulo this
+    sizes: set[int]  # numbers of rows at which independence was tested
+    lasting: bool  # False if all records were alike, so that the next batch must be tested anew
+    steps: int = 0
+
+    def take(self, form: Form) -> None:
+        """Go on in another form that follows the same call sites."""
+        self.form, self.run = form, form.start(self.evidence.precision)
+
+    def slots(self, size: int) -> Slots:
+        """Where the records of a batch stand in its pass; drawn anew where places matter."""
+        return drawn(size, self.multiple, self.period)
+
+    def room(self, size: int) -> int:
+        """So many rows are enough for a batch of `size` records, nearly always."""
+        return room(size, self.multiple, self.period)
+
+
+Result = TypeVar("Result")
+Point = TypeVar("Point", int, int | None)
+
+POINTS = range(3)
+"""Where gradients are compared, at the later ones after a near miss."""
+
+
+class _NearMiss(NotCovered):
+    """A gradient that is off by little, as where rounding flips a ReLU of one run.
+
+    At another point it flips no longer, and what is wrong there stays so.
+    """
+
+
+def _nearly_right(wrong: dict[str, float]) -> bool:
+    return all(off <= ROUGHLY for off in wrong.values())  # not so where one is nan
+
+
+def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
+    """What to raise for these gradients that are off."""
+    kind = _NearMiss if _nearly_right(wrong) else NotCovered
+    return kind(f"{where}{differs(wrong)}")
+
+
+def clear_of_flips(points: Sequence[Point], test: Callable[[Point], Result]) -> Result:
+    """What the test returns at the first of these points where it is no near miss."""
+    for point in points[:-1]:
+        with suppress(_NearMiss):
+            return test(point)
+    return test(points[-1])
+
+
+@contextmanager
+def comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tensor]]:
+    """Put everything back after the passes inside; yields what they wrote.
+
+    They run at one of several points in general position, or at the parameters as they are.
+    """
+    at = nullcontext() if point is None else in_general_position(subject.params, seed=point)
+    watched = restored(subject.params, subject.modules)
+    quiet = warnings.catch_warnings()
+    with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(subject):
+        # Reentrant checkpointing says so of every pass that is made without gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
+        yield changed
+
+
+def certify(
+    subject: Subject, forms: Sequence[Form], batch: Batch, size: int, capacity: int = 0
+) -> Certificate:
+    """Certify the first of `forms` that can be, for batches of `capacity` records, or say why."""
+    _refuse_coupling_layers(subject)
+    few = _few_records(subject, batch, size)
+    room = max(size, capacity)
+    return clear_of_flips(POINTS, lambda point: _certified(subject, forms, few, room, point))
+
+
+def _certified(
+    subject: Subject, forms: Sequence[Form], few: Batch, size: int, point: int
+) -> Certificate:
+    """Certify at one point; a near miss is an answer at the last one only."""
+    why_not: dict[str, str] = {}
+    with comparable(subject, point):
+        subject, oracle = consulted(subject, few)
+        evidence = Evidence(oracle.precision)
+        if oracle.count == 0:
+            together = Passes(subject, oracle).losses(few, records.count(few))
+            raise no_finite_record(bool(together.isfinite().any()))
+        refuse_unreached(subject, oracle)
+        passes = Passes(subject, oracle)
+        least = multiple_for(passes, size)
+        if any(form.compiles for form in forms):
+            least = _coarse(least, size)
+        sizes = (*probe_sizes(subject.params, few), records.padded_size(size, least))
+        moved = check_independence(passes, sizes, evidence)
+        for form in forms:
+            _log.info("certifying the form %s", form)
+            try:
+                run, sites, multiple, period = _certify_form(form, passes, size, least, evidence)
+                if moved and not form.alone:
+                    raise NotCovered(moved)
+            except NotCovered as refusal:
+                if isinstance(refusal, _NearMiss) and point != POINTS[-1]:
+                    raise
+                why_not[form.name] = str(refusal)
+            except Unforeseen as call:
+                why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
+            else:
+                lasting = len(distinct(oracle.records)) > 1
+                largest = records.padded_size(size, multiple)
+                return Certificate(
+                    form=form,
+                    run=run,
+                    sites=sites,
+                    free_buffers=subject.free_buffers,
+                    largest=largest,
+                    evidence=evidence,
+                    why_not=why_not,
+                    multiple=multiple,
+                    period=period,
+                    sizes={largest},
+                    lasting=lasting,
+                )
+    reasons = "; ".join(f"{form}: {reason}" for form, reason in why_not.items())
+    raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
+
+
+def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
+    """A few records that the loss accepts, different ones if it can be."""
+    few = distinct_records(batch, size)
+    try:
+        with comparable(subject, None), WithoutRandomness() as neutral, torch.enable_grad():
+            neutral.calling(subject.loss)(few)
+    except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
+        return own_records(batch, size)
+    return few
+
+
+def _certify_form(
+    form: Form, passes: Passes, size: int, least: int, evidence: Evidence
+) -> tuple[Run, tuple[Site, ...], int, int]:
+    """Certify a form, with the multiple of rows and the period at which records keep their bits."""
+    multiple, subject, oracle = least, passes.subject, passes.oracle
+    while True:
+        try:
+            run, sites, period = _certify_at(form, subject, oracle, size, multiple, evidence)
+        except MovingBits:
+            multiple *= 2
+            if multiple > LARGEST_MULTIPLE:
+                raise
+        else:
+            return run, sites, multiple, period
+
+
+def _certify_at(
+    form: Form, subject: Subject, oracle: Oracle, size: int, multiple: int, evidence: Evidence
+) -> tuple[Run, tuple[Site, ...], int]:
+    largest, period = records.padded_size(size, multiple), 1
+    sites: tuple[Site, ...] = ()
+    if form.replays:
+        sites = _certify_sites(subject, oracle, largest, evidence)
+        period = period_of(
+            oracle, lambda batch, n: replaying(sites, n)(subject, batch)[0], largest, multiple
+        )
+    run = form.start(oracle.precision)
+
+    def alone(batch: Batch, n: int) -> Gradients:
+        try:
+            with WithoutRandomness() as neutral, subject.rewound():
+                settled = replace(subject, loss=neutral.calling(subject.loss))
+                return run(settled, batch, in_turn(n), sites)
+        except Exception as error:  # the plain forward pass worked: another form may do
+            raise NotCovered(reason_of(error)) from error
+
+    if form.compiles:
+        run(subject, oracle.probe(largest), in_turn(largest, period=period), sites)
+    elif form is not traced:
+        wrong = compare(alone(oracle.probe(oracle.count), oracle.count), oracle, evidence)
+        if wrong:
+            raise refusal(wrong)
+        if not form.replays and not form.alone:
+            period = period_of(oracle, alone, largest, multiple)
+    return run, sites, period
+
+
+_FINEST_SHARE = 24  # not a power of two: batches near one should all get the same multiple
+
+
+def _coarse(multiple: int, size: int) -> int:
+    """A multiple that batches near `size` reach in few steps: each number of records compiles."""
+    multiple = max(multiple, VECTOR)
+    while multiple * _FINEST_SHARE < size:
+        multiple *= 2
+    return multiple
+
+
+# --- the call sites -----------------------------------------------------------------------------
+
+
+def _certify_sites(
+    subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
+) -> tuple[Site, ...]:
+    """Find the sites at two probe sizes, test them there, then replay them at the largest."""
+    tried: set[int] = set()
+    for _ in range(4):
+        first, second = probe_sizes(subject.params, oracle.records, avoid=tried)
+        tried |= {first, second}
+        try:
+            sites = _sites(subject, oracle, first, second, evidence)
+        except Ambiguous as reason:
+            last = str(reason)
+            continue
+        wrong = replayed(subject, oracle, sites, largest, evidence)
+        if wrong:
+            raise refusal(wrong, "in a larger batch ")
+        for draws in RARE_DRAWS if oracle.drew else ():
+            with suppress(Unforeseen):  # other operations at other draws: certified when they come
+                refuse_loud_gradients(subject, oracle, sites, draws)
+        return sites
+    raise NotCovered(f"no dimension could be told to be the batch: {last}")
+
+
+def replayed(
+    subject: Subject, oracle: Oracle, sites: tuple[Site, ...], size: int, evidence: Evidence
+) -> dict[str, float]:
+    """The parameters whose gradients are off in a batch of `size`, and by how much.
+
+    Beside other records a record's gradient must stay what it is: the way back may mix as well.
+    """
+    run, batch = replaying(sites, size), oracle.probe(size)
+    quiet = run(subject, batch)
+    wrong = compare(quiet[0], oracle, evidence)
+    if _nearly_right(wrong):
+        beside = beside_neighbours(batch, size)
+        refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
+        refuse_loud_gradients(subject, oracle, sites)
+        refuse_gradients_beside_copies(subject, oracle, sites)
+    return wrong
+
+
+def _sites(
+    subject: Subject, oracle: Oracle, first: int, second: int, evidence: Evidence
+) -> tuple[Site, ...]:
+    """The call sites, if both probe sizes agree on them and on every gradient.
+
+    A dimension flattened into the batch is first read with the records in front; the sites of
+    parameters that come out wrong are then read the other way round.
+    """
+    flipped: frozenset[int] = frozenset()
+    readings: list[dict[str, float]] = []
+    for _ in range(2):
+        found: list[tuple[Site, ...]] = []
+        wrong: dict[str, float] = {}
+        for size in (first, second):
+            guide = Probing(size, flipped)
+            gradients, _ = attempt(subject, oracle.probe(size), size, guide)
+            found.append(tuple(guide.sites))
+            wrong |= compare(gradients, oracle, evidence)
+        if found[0] != found[1]:
+            raise Ambiguous(_first_difference(found[0], found[1]))
+        if not wrong:
+            return found[0]
+        readings.append(wrong)
+        flipped = frozenset(
+            i
+            for i, site in enumerate(found[0])
+            if _is_flattened(site) and not wrong.keys().isdisjoint(site.parameters)
+        )
+    raise refusal(min(readings, key=lambda wrong: max(wrong.values())))
+
+
+def _is_flattened(site: Site) -> bool:
+    return any(p.layout is not None and p.layout.share > 1 for p in site.inputs + site.outputs)
+
+
+def _first_difference(one: tuple[Site, ...], other: tuple[Site, ...]) -> str:
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return f"{a.operation} on {', '.join(a.parameters)} differs between probe sizes"
+    return f"{len(one)} and {len(other)} operations at two probe sizes"
+
+
+# --- what the model may not do ------------------------------------------------------------------
+
+
+def _refuse_coupling_layers(subject: Subject) -> None:
+    for module in subject.modules:
+        for name, child in module.named_modules():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
+                raise Refused(
+                    f"{named(name)} is a {type(child).__name__} in training mode, which "
+                    "normalises each record by its mates, so no bound on one record exists; call "
+                    "hushgrad.replace_batchnorm(model), or eval() that layer"
+                )
+            if type(child).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+                raise Refused(
+                    f"{named(name)} is a dynamically quantised {type(child).__name__}, "
+                    "which scales each record by the range of its mates, so no bound on one record "
+                    "exists; use the layer that it was made from"
+                )
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)

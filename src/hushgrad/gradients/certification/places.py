@@ -1,0 +1,98 @@
+"""Does a record keep its bits at every place of a pass, and in passes of other sizes?
+
+Once a record is left out, others move up, and kernels may round them otherwise there: by vectors
+that end elsewhere, by slices of another length, by rows that begin elsewhere in memory. No bound on
+the sum's rounding covers that, since a ReLU that flips moves a whole share. So it is tested, bit by
+bit, on all that a sum is made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hushgrad.batches.records import take
+from hushgrad.gradients.certification.oracle import Oracle
+from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients.guards import same_bits
+from hushgrad.gradients.probes import variations
+from hushgrad.types import Batch, NotCovered
+
+Run = Callable[[Batch, int], Gradients]
+"""A pass over a batch of so many records."""
+
+_MOST_RECORDS = 16  # different ones; a few outputs of four were seen to agree where others do not
+
+
+class MovingBits(NotCovered):
+    """A record whose gradient has other last bits in another block; a larger one may help."""
+
+
+def period_of(oracle: Oracle, run: Run, largest: int, multiple: int) -> int:
+    """The least period such that a record has the same bits at all places that are equal modulo it.
+
+    Passes are filled up to blocks of `multiple` rows, and no period is longer than a block. Losses,
+    norms and factors are compared, in a pass of the largest size and in one that ends before.
+    """
+    count = max(oracle.count, min(_MOST_RECORDS, largest // multiple))
+    several = _several(oracle, count, lambda batch: run(batch, count))
+    for period in (1 << k for k in range(multiple.bit_length())):
+        if _keep_their_bits(several, count, run, largest, multiple, period):
+            return period
+    raise MovingBits(
+        "a record's gradient has other last bits in another part of the batch, or in a batch of "
+        "another size, where leaving one record out would move others"
+    )
+
+
+def _several(oracle: Oracle, count: int, run: Callable[[Batch], Gradients]) -> Batch:
+    """The oracle's records, and variations of them if the model takes those."""
+    own = take(oracle.records, [i % oracle.count for i in range(count)])
+    if count == oracle.count:
+        return own
+    varied = variations(own, seed=1)
+    try:
+        run(varied)
+    except Exception:  # a variation was no record to it
+        return own
+    return varied
+
+
+def _keep_their_bits(
+    several: Batch, count: int, run: Run, largest: int, multiple: int, period: int
+) -> bool:
+    """Has each of several records the same bits wherever it stands at one residue?
+
+    From block to block the records move on by a place.
+    """
+    known: list[Tensor] = []
+    seen = torch.zeros(count * period, dtype=torch.bool)
+    start, shorter = 0, largest - multiple if largest > multiple else 2 * multiple
+    for turn, rows in enumerate(itertools.cycle((largest, shorter))):
+        if turn >= 2 and start >= 2 * len(seen):  # everything was met again
+            return True
+        place = torch.arange(start, start + rows)
+        which = (place % multiple + place // multiple) % count
+        key = which * period + place % period
+        found = _made_of(run(take(several, which.numpy()), rows))
+        if found[0].device.type != "cpu":  # elsewhere kernels differ from run to run
+            return True
+        known = known or [x.new_empty(len(seen), *x.shape[1:]) for x in found]
+        fresh = ~seen[key]
+        for x, own in zip(found, known, strict=True):
+            if x.shape[1:] != own.shape[1:]:
+                return False
+            own[key[fresh]] = x[fresh]
+            if not same_bits(x, own[key]):
+                return False
+        seen[key] = True
+        start += rows
+    raise AssertionError("a cycle does not end")
+
+
+def _made_of(gradients: Gradients) -> list[Tensor]:
+    norms = [square.estimate for square in gradients.squares.values()]
+    return [gradients.losses, *norms, *gradients.held()]

@@ -1,0 +1,1 @@
+"""Per-sample gradients in factored form: kinds of factors, their norms and their sums."""

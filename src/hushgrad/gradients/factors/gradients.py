@@ -1,0 +1,248 @@
+"""Per-sample gradients of all parameters: the narrow waist that every form fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hushgrad.gradients.factors.choice import settle
+from hushgrad.gradients.factors.gram import Rough, sharing_rows
+from hushgrad.gradients.factors.held import LARGEST_FACTOR, LARGEST_PRODUCT, Gradient, measure
+from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer, Rows, Use
+from hushgrad.gradients.factors.slots import Slots, in_turn
+from hushgrad.gradients.factors.sums import Summation, rows_within
+from hushgrad.numerics import Square, exact_products, wide
+from hushgrad.types import Params, Refused
+
+Key = tuple[int, ...]
+Factors = Mapping[str, Mapping[Key, Use]]
+"""For each parameter the factors of its uses, by call site."""
+_NONE: Mapping[str, Rough] = {}
+
+
+class Gradients:
+    """Per-sample gradients in factored form, and the losses that they are gradients of.
+
+    Guarantees: `sq_norms` is an upper bound, at most 2 % above its estimate, on the squared norm
+    of each record's gradient; a record that is not finite has norm inf.
+    """
+
+    def __init__(
+        self,
+        factors: Factors,
+        params: Params,
+        losses: Float[Tensor, " batch"],
+        slots: Slots,
+        rough: Mapping[str, Rough] = _NONE,
+    ) -> None:
+        self.factors, self._params, self._rough = factors, params, rough
+        self._losses, self._slots = losses, slots
+        self.form = ""  # the form that they were taken in, where there is one
+        self._versions = _versions(self.held())
+
+    @property
+    def losses(self) -> Float[Tensor, " batch"]:
+        return self._losses
+
+    @property
+    def batch(self) -> int:
+        """How many records there are, padding aside."""
+        return len(self._losses)
+
+    @cached_property
+    def settled(self) -> dict[str, Gradient]:
+        """Each parameter's gradient as it is held; a parameter that nothing used is absent."""
+        with torch.no_grad(), exact_products(self._losses.device):
+            return {
+                name: settle(
+                    tuple(uses.values()), tuple(self._params[name].shape), self._rough.get(name)
+                )
+                for name, uses in self.factors.items()
+                if uses
+            }
+
+    def require_unwritten(self) -> None:
+        """Refuse to go on if a factor was written: it may be a view of the caller's batch."""
+        if _versions(self.held()) != self._versions:
+            raise Refused(
+                "the batch, or a tensor made from it, was written after its gradients were taken, "
+                "so norms and sums would differ; use the gradients first, or pass a copy"
+            )
+
+    @cached_property
+    def squares(self) -> dict[str, Square]:
+        """Squared norms as estimate and slack."""
+        self.require_unwritten()
+        _, _, held = self._measured
+        none = Square(self._zeros(), self._zeros())
+        return {name: held.get(name, none).each(self._slots.of_records) for name in self._params}
+
+    @cached_property
+    def _measured(self) -> tuple[float, Float[Tensor, "used rows"], dict[str, Square]]:
+        """What `measure` returns, and the squares of all rows."""
+        if not self.settled:
+            return 0.0, self._zeros().expand(0, -1), {}
+        with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
+            largest, uppers = measure(self.settled.values())
+            return largest, uppers, {name: each.square for name, each in self.settled.items()}
+
+    def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
+        self.require_unwritten()
+        _, uppers, _ = self._measured
+        norms = dict(zip(self.settled, self._slots.of_records(uppers).unbind(), strict=True))
+        if len(norms) == len(self._params):
+            return norms
+        none = self._slots.of_records(self._zeros())
+        return {name: norms.get(name, none) for name in self._params}
+
+    def _zeros(self) -> Float[Tensor, " rows"]:
+        return torch.zeros(self._slots.rows, dtype=torch.float64, device=self._losses.device)
+
+    def weighted_sum(
+        self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
+    ) -> dict[str, Tensor]:
+        self.require_unwritten()
+        with torch.no_grad(), exact_products(self._losses.device):
+            largest, uppers, _ = self._measured
+            # Padding counts too: a copy has draws of its own.
+            finite = math.isfinite(largest) or bool(uppers.isfinite().all())
+            # Parameters of one group share their weights, which are spread and looked at once.
+            shared = {id(w): w for w in weights.values()}
+            spread = {key: self._slots.of_rows(w) for key, w in shared.items()}
+            fits = {
+                key: largest < LARGEST_FACTOR and largest * _most(w) < LARGEST_PRODUCT
+                for key, w in shared.items()
+            }
+            own = {name: spread[id(weights[name])] for name in self.settled}
+            extents = {name: gradient.extents for name, gradient in self.settled.items()}
+            rows = rows_within(extents, own, within=within)
+            sums = {}
+            for name, gradient in self.settled.items():
+                keep = None if finite else own[name] != 0
+                how = Summation(keep, fits[id(weights[name])], rows[name])
+                sums[name] = gradient.weighted_sum(own[name], how)
+        return {
+            name: sums[name] if name in sums else wide(torch.zeros_like(p))
+            for name, p in self._params.items()
+        }
+
+    def held(self) -> list[Tensor]:
+        """The tensors that the factors consist of."""
+        return [x for uses in self.factors.values() for f in uses.values() for x in f.parts]
+
+    def _each(self, function: Callable[[Use], Use]) -> Factors:
+        self.require_unwritten()
+        return {
+            name: {key: function(factor) for key, factor in uses.items()}
+            for name, uses in self.factors.items()
+        }
+
+    def of_records_alone(self) -> Gradients:
+        """The same without the rows that count for nothing, in the batch's order."""
+        cut = self._each(lambda factor: factor.at(self._slots.places))
+        return Gradients(cut, self._params, self._losses, in_turn(self.batch))
+
+    def __add__(self, other: Gradients) -> Gradients:
+        """Add gradients of the same records, for instance at another point."""
+        one, two = _same_records(self, other)
+        sides = (one.factors, two.factors)
+        joined = {
+            name: {
+                (side, *key): factor
+                for side, factors in enumerate(sides)
+                for key, factor in factors[name].items()
+            }
+            for name in self._params
+        }
+        return Gradients(joined, self._params, one._losses + two._losses, one._slots)
+
+    def __rmul__(self, factor: float) -> Gradients:
+        scaled = self._each(lambda x: x.scaled(factor))
+        return Gradients(scaled, self._params, factor * self._losses, self._slots)
+
+
+def _most(weights: Tensor) -> float:
+    """By how much a weight multiplies at most, 1 at least."""
+    return max(float(torch.linalg.vector_norm(weights, math.inf)), 1.0) if len(weights) else 1.0
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def difference(new: Gradients, old: Gradients) -> Gradients:
+    """Per-sample differences of gradients at two points, without subtracting large numbers.
+
+    Uses pair by call site: `b'(x)a' - b(x)a = b'(x)(a'-a) + (b'-b)(x)a`. Where the two passes do
+    not pair, both gradients are written out and subtracted.
+
+    Reference: the recursive estimators of STORM and DP-SRM need it at every step.
+    """
+    new, old = _same_records(new, old)
+    paired = {
+        name: _subtracted(new, old, name) if pairs is None else pairs
+        for name in new.factors
+        for pairs in [_paired(new.factors[name], old.factors[name])]
+    }
+    return Gradients(paired, new._params, new._losses - old._losses, new._slots)
+
+
+def _paired(new: Mapping[Key, Use], old: Mapping[Key, Use]) -> dict[Key, Use] | None:
+    if new.keys() != old.keys():
+        return None
+    pairs: dict[Key, Use] = {}
+    for key in new:
+        factor = _difference_of_uses(new[key], old[key])
+        if factor is None:
+            return None
+        pairs[key] = factor
+    return pairs
+
+
+def _difference_of_uses(new: Use, old: Use) -> Use | None:
+    if not isinstance(new, Rows) and not isinstance(old, Rows):
+        return _difference(new, old)
+    if not (isinstance(new, Rows) and isinstance(old, Rows)) or new.rows != old.rows:
+        return None
+    inner = _difference(new.inner, old.inner)
+    return None if inner is None else replace(new, inner=inner)
+
+
+def _difference(new: Factor, old: Factor) -> Factor | None:
+    if isinstance(new, Outer) and isinstance(old, Outer) and new.a.shape == old.a.shape:
+        a = torch.cat([new.a - old.a, old.a], 1)
+        return Outer(a, torch.cat([new.b, new.b - old.b], 1))
+    if isinstance(new, OneHot) and isinstance(old, OneHot) and torch.equal(new.index, old.index):
+        return OneHot(new.index, new.b - old.b, new.rows)
+    if isinstance(new, Dense) and isinstance(old, Dense):
+        return Dense(new.values - old.values)
+    return None
+
+
+def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Use]:
+    shape = new._params[name].shape
+    total = torch.zeros((), device=new.losses.device)
+    for sign, factors in ((1.0, new.factors[name]), (-1.0, old.factors[name])):
+        for factor in factors.values():
+            total = total + sign * factor.materialised().reshape(factor.batch, *shape)
+    return {(0,): Dense(total)} if total.dim() else {}
+
+
+def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradients]:
+    """Both in the batch's order, unless their records stand at the same places."""
+    one.require_unwritten()
+    other.require_unwritten()
+    if one.batch != other.batch or one._params.keys() != other._params.keys():
+        raise ValueError(
+            "expected gradients of the same records and parameters, got others; take both from one "
+            "batch and the same parameters"
+        )
+    if one._slots.same_as(other._slots):
+        return one, other
+    return one.of_records_alone(), other.of_records_alone()

@@ -1,0 +1,75 @@
+"""Values of records beside their gradients, such as whether a prediction was right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hushgrad.batches import records
+from hushgrad.gradients.certification.deterministic import WithoutRandomness
+from hushgrad.gradients.constants import opened
+from hushgrad.gradients.guards import guarded, restored, same_bits
+from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.types import Batch, Refused
+
+Values = Callable[[Batch], Tensor]
+"""A function of a batch that returns one value for each record."""
+
+_MULTIPLE = 32  # rows that a batch is filled up to, so that a record keeps its bits
+
+
+def observe(
+    values: Values, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
+) -> Float[Tensor, " batch"]:
+    """Each record's value, as float64, without gradients and without a trace in the modules.
+
+    With `test`, every second record is replaced and the others' values must keep their bits: a
+    value that depends on other records has no bound on what one of them moves. Random numbers are
+    drawn from torch's generator, which moves on: no two records may share them.
+    """
+    size = records.count(batch)
+    if size == 0:
+        return torch.zeros(0, dtype=torch.float64)
+    batch, _ = opened(batch)
+    padded = records.padded_size(size, _MULTIPLE)
+    whole = records.pad(batch, size, padded)
+    with torch.no_grad(), guarded({}, modules):
+        if test:
+            _check_independence(values, whole, modules)
+        with restored({}, modules):
+            return _called(values, whole, padded)[:size]
+
+
+def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Module]) -> None:
+    size = records.count(batch)
+    places = replaced(size)
+
+    def kept(batch: Batch) -> Tensor:
+        with WithoutRandomness() as neutral, restored({}, modules):
+            return _called(neutral.calling(values), batch, size)[~places]
+
+    expected, found = kept(batch), [kept(beside_others(batch, places, loud=False))]
+    # Loud records show a coupling that a yes or no would hide; a function may refuse them.
+    with suppress(Exception):
+        found.append(kept(beside_others(batch, places, loud=True)))
+    if not all(same_bits(expected, other) for other in found):
+        raise Refused(
+            "expected a watched value that depends on its own record alone, got one that changes "
+            "with the other records of the batch; compute each record's value by itself"
+        )
+
+
+def _called(values: Values, batch: Batch, size: int) -> Tensor:
+    found = values(batch)
+    if not isinstance(found, Tensor) or found.shape != (size,):
+        # Not by its shape, which would tell the size of the batch.
+        came = "a tensor of another shape" if isinstance(found, Tensor) else type(found).__name__
+        raise Refused(
+            f"expected one value for each record of the batch, got {came}; return a tensor like "
+            "model(x).argmax(1) == y"
+        )
+    return found.detach().double()

@@ -1,0 +1,77 @@
+"""An intercepted operation as its rule sees it, and what rules are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from hushgrad.gradients.factors.kinds import Use
+from hushgrad.gradients.tracing.call_sites import Place
+from hushgrad.gradients.tracing.layout import Layout
+
+Emitted = Iterable[tuple[Tensor, Use]]
+Saves = tuple[tuple[Tensor, ...], Callable[..., Emitted]]
+"""What a rule returns: the tensors to keep, and how they and the output's gradient become factors
+of the operands. The factors are made inside the backward pass: `emit(gradient, *kept)`."""
+Back = Callable[[Use], "list[tuple[Tensor, Use]] | None"]
+"""How a factor of a function of parameters goes back to its operands; None if it must be written
+out first and pulled through the function's own graph."""
+
+
+@runtime_checkable
+class Operands(Protocol):
+    """What a rule may ask of the pass that its call belongs to."""
+
+    operands: tuple[Any, ...]
+
+    def value(self, operand: Tensor) -> Tensor:
+        """The operand as a plain tensor without a graph."""
+
+
+@dataclass
+class Call:
+    """One intercepted operation on a batch, as its rule sees it."""
+
+    tape: Operands
+    function: Callable[..., Any]  # a rule may put one in its place that gives the same result
+    batch: int
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    places: dict[int, Place]
+    output: Place = field(init=False)
+    runs_again: bool = False  # set by the rule that repeats the operation on the way back
+
+    def private(self, x: Any) -> bool:
+        """Is this argument a private parameter, or a function of some?"""
+        return type(x) in self.tape.operands
+
+    def layout(self, x: Tensor) -> Layout | None:
+        """Where the records are in this argument."""
+        return self.places[id(x)].layout
+
+    @property
+    def out(self) -> Layout:
+        """Where the records are in the result; known once the operation has run."""
+        assert self.output.layout is not None
+        return self.output.layout
+
+
+Rule = Callable[..., "Saves | None"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How operations become factors: on records, spread over the batch, and on parameters alone.
+
+    `cut` computes a function of parameters whose own graph is not needed, since its way back takes
+    every factor; `back` is the way back, for some factors, through one that has its graph. What
+    has a decomposition is run as simpler operations, which are seen in turn.
+    """
+
+    on_records: Callable[[Call, str, Any, Any], Saves]
+    on_spread: Callable[[Call, str, Any, Any], Saves]
+    cut: Callable[[Call, Any, Any], tuple[Tensor, Back] | None]
+    back: Callable[[Call, str, Tensor], Back | None]
+    decompositions: Mapping[Any, Callable[..., Any]]

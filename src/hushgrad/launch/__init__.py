@@ -1,0 +1,1 @@
+"""Training by one command: recipes, the loop, and a folder that explains itself."""

@@ -1,0 +1,49 @@
+"""Modules that have moved: an import of an old name fails with the new one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+_RUN = (
+    "augmentation",
+    "checkpoint",
+    "evaluation",
+    "execution",
+    "guarantee",
+    "metrics",
+    "step",
+    "training",
+)
+MOVED = {
+    "aggregate": "clipping.aggregate",
+    "grouping": "clipping.groups",
+    "persample": "gradients",
+    "recipe": "launch.recipe",
+    "words": "launch.words",
+    **{name: f"run.{name}" for name in _RUN},
+}
+"""Modules of version 0.1 that its documentation named, and where they are now."""
+
+
+class Moved(MetaPathFinder):
+    """Asked last, where there is no such module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        """Raise with the new name of a module that has one."""
+        package, _, name = fullname.partition(".")
+        new = MOVED.get(name) if package == __package__ else None
+        if new is not None:
+            raise ModuleNotFoundError(
+                f"{fullname} is called {package}.{new} since version 0.2", name=fullname
+            )
+
+
+def name_what_moved() -> None:
+    """Let imports of old names fail with the new ones."""
+    if not any(isinstance(finder, Moved) for finder in sys.meta_path):
+        sys.meta_path.append(Moved())

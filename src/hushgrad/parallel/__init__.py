@@ -1,0 +1,1 @@
+"""How many processes train together, and who of them does what."""

@@ -1,0 +1,1 @@
+"""A run: its plan, its steps, and what it must remember until the guarantee is written."""

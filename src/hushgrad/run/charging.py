@@ -1,0 +1,147 @@
+"""What a run must not forget: its entry in a ledger, and its key.
+
+The protocol is written down in docs/ledger.md.
+
+Steps are entered, and the digest of each release is noted, before the release is used. So a run
+that was killed can tell a replay, which costs nothing, from a second release, which is charged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dp_accounting import DpEvent
+
+from hushgrad.ledger import Budget, Entry, Ledger, Spend
+from hushgrad.ledger.entry import over
+from hushgrad.ledger.records import Row
+from hushgrad.rng import Rng
+from hushgrad.run.plan import Plan
+from hushgrad.sampling import Shuffled
+from hushgrad.types import Refused, Relation
+
+AHEAD = 64
+"""How many steps are entered at once: what a power cut can over-count by."""
+
+
+class Books:
+    """A run's entry in a ledger, and what of its steps may have been released before.
+
+    Guarantees: a step is entered durably before its release is used. A step that was released
+    before, with the same key and another sum, is charged before it is released again.
+    """
+
+    def __init__(self, entry: Entry, plan: Plan, *, replayed: int = 0) -> None:
+        self.entry, self._plan = entry, plan
+        self._entered = entry.position
+        self._replayed = replayed  # steps below it may have been released with this key
+
+    def drawn(self, step: int) -> None:
+        """Enter a step before its batch is seen: it counts, whether it is used or not."""
+        if step >= self._entered:
+            ahead = min(step + AHEAD, self._plan.steps)
+            self.entry.ahead(ahead)
+            self._entered = ahead
+
+    def released(self, step: int, digest: bytes) -> None:
+        """Enter a release before it is used; charge it if it is another one of a step's batch."""
+        self.drawn(step)
+        known = self.entry.digests(step) if step < self._replayed else []
+        if known and digest not in known:
+            times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]
+            again = [step + k for k, n in enumerate(times) if n > 0]
+            event = self._plan.released_again(again, times=1 + max(times))
+            reason = f"{len(again)} steps from {step} on came out otherwise, and count again"
+            self.entry.charge(spend(self._plan, event), reason=reason)
+            self._replayed = step
+        self.entry.note(step, digest)
+
+
+def spend(plan: Plan, event: DpEvent) -> Spend:
+    """What an event of this plan costs."""
+    return Spend(event, plan.relation, plan.spent(event), plan.delta)
+
+
+def own_ledger(folder: Path) -> Path:
+    """Where a run keeps a ledger of its own, if it has no budget."""
+    return folder / "ledger.sqlite"
+
+
+def own_budget(folder: Path, relation: Relation) -> Budget:
+    """A ledger for one run, without a limit, in the run's own folder."""
+    ledger = Ledger(own_ledger(folder))
+    if "run" in ledger.names:
+        return ledger.budget("run")
+    return ledger.set_budget("run", epsilon=math.inf, delta=1.0, relation=relation)
+
+
+def kept_budget(folder: Path) -> Budget:
+    """The ledger of the run in this folder, which has been made before."""
+    path = own_ledger(folder)
+    if not path.exists():
+        raise Refused(
+            f"expected the ledger of the run at {path}, got none; put it back, or pass the budget "
+            "that the run was charged to"
+        )
+    return Ledger(path).budget("run")
+
+
+def resumed(
+    account: Budget,
+    identity: str,
+    plan: Plan,
+    *,
+    step: int,
+    replay: bool,
+    upto: int | None,
+    fingerprint: str,
+    check: Callable[[], None],
+) -> Books:
+    """Take a run over that goes on from a checkpoint at `step`, and charge what that costs.
+
+    A `replay` draws the batches that were drawn before, and each step pays if it comes out
+    otherwise. Without the key, or on other data, other batches are drawn: every step since the
+    checkpoint that may have been released is then released a second time. Those are the steps
+    below `upto`, or where that is None, those that the ledger knows of. `check` is called while
+    nobody else can charge or settle the run, and may refuse.
+    """
+
+    def charge(row: Row) -> tuple[Spend, str] | None:
+        check()
+        if replay or step == plan.steps:  # where the run is over, only its end is still written
+            return None
+        if row.settled is not None:
+            raise over(row, "other batches than it has drawn, for want of its key or its data")
+        again = list(range(step, row.position if upto is None else upto))
+        if isinstance(plan.sampling, Shuffled):
+            again.append(step)  # the epoch is dealt anew from its middle: a record may come twice
+        if not again:
+            return None
+        event = plan.released_again(again, times=1)
+        reason = f"{len(again)} steps since the checkpoint at {step} count again, on other batches"
+        return spend(plan, event), reason
+
+    entry = account.resume(identity, fingerprint=fingerprint, charge=charge)
+    return Books(entry, plan, replayed=entry.position if replay else 0)
+
+
+def destroy(path: Path) -> None:
+    """Overwrite a key and remove its file."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink(missing_ok=True)
+
+
+def refuse_reproducible(rng: Rng) -> None:
+    """Refuse to enter a run that is not private into a data set's budget."""
+    if rng.reproducible:
+        raise Refused(
+            "expected a secret key with a budget, got Rng.fixed, which protects nothing; use "
+            "Rng.from_os(), or leave the budget out to try things on public data"
+        )

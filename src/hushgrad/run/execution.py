@@ -1,0 +1,223 @@
+"""How a step is executed: speed and memory, never the guarantee."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.batches.records import MULTIPLE, count, cut, take
+from hushgrad.clipping.pieces import LARGEST_PIECE, Pieces, piece_size
+from hushgrad.gradients import (
+    Form,
+    Gradients,
+    auto,
+    certificate_for,
+    compiled,
+    per_sample,
+    run_certified,
+)
+from hushgrad.gradients.constants import opened
+from hushgrad.gradients.guards import restored
+from hushgrad.gradients.objective import Subject
+from hushgrad.types import Batch, Foreseen, Loss, Params
+
+LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
+"""Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
+
+
+@runtime_checkable
+class ClosedForm(Protocol):
+    """A loss that knows its own per-sample gradients, and needs neither autograd nor a proof."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """One loss for each record."""
+
+    def per_sample(self, params: Params, batch: Batch) -> Gradients:
+        """As `gradients.per_sample` would return them, with the same promises."""
+
+
+class MicroBatch(NamedTuple):
+    """Some records of one piece of a batch, and which share of that piece they are."""
+
+    batch: Batch
+    share: float
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The form of per-sample gradients, and how many records are worked on at once.
+
+    With `compile` the fast form is recorded and compiled by `torch.compile`; where it cannot be, a
+    line in the log says why, and `form` is taken as it is.
+
+    Without `micro_batch` at most 1280 records are worked on at once; a loss of K views takes a Kth
+    of that, so that it needs no more memory. `loss_scale`, a
+    power of two, multiplies the losses on their way back and is divided out before norms are taken,
+    for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
+    a GradScaler's does, would tell of records.
+
+    `idle` are patterns, such as "experts.*", of the names of parameters that only some records
+    reach. What no record of a batch reaches gets zero plus noise. Without them a parameter that
+    certification finds on no path to the loss is refused, since it may have been forgotten.
+    """
+
+    form: Form | Sequence[Form] = auto
+    micro_batch: int | None = None
+    compile: bool = False
+    loss_scale: float = 1.0
+    idle: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.idle, str):
+            raise ValueError(f"expected idle to be a tuple of patterns, got {self.idle!r} alone")
+        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise ValueError(
+                f"expected loss_scale to be a power of two, got {self.loss_scale}; pass 2.0**16"
+            )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(
+                f"expected micro_batch >= 1, got {self.micro_batch}; leave it out to take the "
+                "batch in one piece"
+            )
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms to try, in turn."""
+        forms = (self.form,) if isinstance(self.form, Form) else tuple(self.form)
+        return (compiled, *forms) if self.compile else forms
+
+    def gradients(
+        self,
+        loss: Loss,
+        params: Params,
+        batch: Batch,
+        modules: Sequence[nn.Module] = (),
+        foreseen: Foreseen | None = None,
+        capacity: int = 0,
+    ) -> Gradients:
+        """Per-sample gradients of one micro-batch; a loss may have them itself."""
+        # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
+        if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
+            return loss.per_sample(params, batch)
+        scale, plain = self.loss_scale, self.loss_scale == 1
+        found = per_sample(
+            loss if plain else lambda part: scale * loss(part),
+            params,
+            batch,
+            form=self.forms,
+            modules=modules,
+            idle=self._idle_of(params) if self.idle else (),
+            foreseen=foreseen if plain else None,
+            capacity=capacity,
+        )
+        return found if plain else (1 / scale) * found
+
+    def _idle_of(self, params: Params) -> list[str]:
+        for pattern in self.idle:
+            if not fnmatch.filter(params, pattern):
+                raise ValueError(
+                    f"expected a parameter for every pattern of idle, got none for {pattern!r}; "
+                    "see dict(model.named_parameters()) for the names"
+                )
+        return [n for n in params if any(fnmatch.fnmatchcase(n, x) for x in self.idle)]
+
+    def capacity(self, expected: float, *, rows: int = 1) -> int:
+        """The size of the largest micro-batches, where batches have this expected size.
+
+        A Poisson batch is larger once in 30 000 times: four standard deviations are added, by
+        the public expectation alone.
+        """
+        each = piece_size(expected)
+        return min(math.ceil(each + 4 * math.sqrt(each)), self._largest(rows))
+
+    def _largest(self, rows: int) -> int:
+        return max((self.micro_batch or LARGEST_MICRO_BATCH) // rows, 1)
+
+    def parts(
+        self,
+        batch: Batch,
+        modules: Sequence[nn.Module] = (),
+        *,
+        rows: int = 1,
+        pieces: Pieces | None = None,
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of a batch whose records take `rows` rows; an empty one is one part.
+
+        Each is part of one piece. While the caller works on any but the first, the modules'
+        buffers are held: a buffer that counts passes would otherwise tell how many records there
+        were.
+        """
+        most = self._largest(rows)
+        if pieces is not None:
+            pieces.require_few_sums(most)
+        first = True
+        for piece in _pieces(batch, pieces):
+            size = count(piece)
+            for start in range(0, max(size, 1), most):
+                stop = min(start + most, size)
+                part = piece if stop - start == size else cut(piece, start, stop)
+                with nullcontext() if first else restored({}, modules):
+                    yield MicroBatch(part, (stop - start) / size if size else 1.0)
+                first = False
+
+
+def _pieces(batch: Batch, pieces: Pieces | None) -> Iterator[Batch]:
+    dealt = [] if pieces is None else [p for p in pieces.dealt(count(batch)) if len(p)]
+    if not dealt:
+        yield batch
+    for places in dealt:
+        yield take(batch, places)
+
+
+def fitting_micro_batch(
+    loss: Loss, params: Params, batch: Batch, *, memory: int, modules: Sequence[nn.Module] = ()
+) -> int:
+    """The largest micro-batch whose activations and factors fit into `memory` bytes.
+
+    Measured, not modelled: what two small passes keep for their backward pass and hold as
+    factors, and how it grows from one to the other.
+    """
+    size = count(batch)
+    if size == 0:
+        raise ValueError("expected a batch with at least one record to measure, got none")
+    used = [
+        _bytes_held(loss, params, take(batch, [i % size for i in range(n)]), modules)
+        for n in (MULTIPLE, 2 * MULTIPLE)
+    ]
+    each = max((used[1] - used[0]) / MULTIPLE, 1.0)
+    fits = int((memory - used[0]) / each) + MULTIPLE
+    if fits < MULTIPLE:
+        raise ValueError(
+            f"expected memory for {MULTIPLE} records, about {used[0]} bytes, got {memory}; raise "
+            "it, shorten the records, or use activation checkpointing"
+        )
+    return fits // MULTIPLE * MULTIPLE
+
+
+def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
+    """Bytes that one pass keeps: each storage counted once, parameters left out."""
+    certificate = certificate_for(loss, params, batch, modules=modules)
+    batch, _ = opened(batch)
+    subject = Subject(loss, params, tuple(modules))
+    own = {p.untyped_storage().data_ptr() for p in params.values()}
+    held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    with torch.random.fork_rng(), restored(params, modules), hooks:
+        gradients = run_certified(certificate, subject, batch, certificate.slots(count(batch)))
+    for x in gradients.held() if gradients is not None else ():
+        note(x)
+    return sum(storage.nbytes() for storage in held.values())

@@ -1,0 +1,187 @@
+"""The guarantee of a run, with everything that its two numbers rest on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hushgrad.ledger import Spend
+from hushgrad.ledger.records import figure
+from hushgrad.run.plan import Plan
+from hushgrad.types import Relation
+
+
+def up(value: float) -> str:
+    """Write a number with four decimals, rounded up: a guarantee must not be rounded down.
+
+    >>> up(6.76871)
+    '6.7688'
+    """
+    if not math.isfinite(value):
+        return "∞"
+    if value >= 2**40:  # all of whose digits are before the point, and float has no room for more
+        return figure(value, up=True)
+    return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}"
+
+
+_NEIGHBOURS = {
+    Relation.ADD_REMOVE: "add/remove one record",
+    Relation.REPLACE_ONE: "replace one record",
+    Relation.ZERO_OUT: "blank out one record",
+}
+
+_ASSUMPTIONS = (
+    "one record is the unit of privacy",
+    "independence of records: tested, not proved",
+    "rounding in a sum over records: proved below 0.4 % of the bound, which the noise covers",
+    "a record keeps its bits beside any others, in every block of a batch: tested, not proved",
+    "a record whose gradient is NaN or infinite contributes nothing, and nobody is told how many",
+)
+_NOT_COUNTED = (
+    "the yes or no of a certification and of the run's other checks",
+    "timing and other side channels",
+)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ)-DP of a plan, how many of its steps were taken, and under which assumptions.
+
+    A run that ends early keeps its plan's ε: when it ended may depend on what it released. A run
+    that took no step guarantees nothing: whatever its model is, the run has not made it.
+    `steps_unused` batches were drawn and no step has used them; they are part of the plan's ε.
+
+    >>> from hushgrad.run.plan import plan
+    >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
+    >>> round(Guarantee(p, steps_taken=118, reproducible=False).to_dict()["epsilon"], 2)
+    0.64
+    """
+
+    plan: Plan
+    steps_taken: int
+    reproducible: bool
+    charges: tuple[Spend, ...] = ()
+    steps_unused: int = 0
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the plan and of what was released again; infinite without noise, secrecy or steps.
+
+        What the model says of a record is bounded by it only if the run has made the model.
+        """
+        return math.inf if self.reproducible else self.epsilon_if_secret
+
+    @property
+    def epsilon_if_secret(self) -> float:
+        """ε, had nobody known the seed of a run that is reproducible."""
+        return self._spent if self.steps_taken else math.inf
+
+    @property
+    def _spent(self) -> float:
+        return math.fsum([self.plan.epsilon, *(charge.epsilon for charge in self.charges)])
+
+    @property
+    def delta(self) -> float:
+        """δ of the plan and of what was released again."""
+        return math.fsum([self.plan.delta, *(charge.delta for charge in self.charges)])
+
+    @property
+    def private(self) -> bool:
+        """True if there is a guarantee at all."""
+        return math.isfinite(self.epsilon)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the guarantee worth less than its numbers look."""
+        if self.delta * self.plan.records < 1:
+            return ()
+        return (
+            "δ is not below 1 / records: publishing a record at random would pass; plan a smaller",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in words and numbers that JSON can hold; a number that is infinite is None.
+
+        `epsilon` is None where there is no guarantee, and `private` is False then.
+        """
+        plan = self.plan
+        return {
+            "private": self.private,
+            "epsilon": _finite(self.epsilon),
+            "delta": self.delta,
+            "epsilon_if_secret": _finite(self.epsilon_if_secret),
+            "reproducible": self.reproducible,
+            "relation": plan.relation.value,
+            "unit": "record",
+            "accountant": plan.accountant.name,
+            "steps_taken": self.steps_taken,
+            "steps_planned": plan.steps,
+            "steps_unused": self.steps_unused,
+            "returns": plan.algorithm.output.statement,
+            "charges": [
+                {"epsilon": _finite(s.epsilon), "delta": s.delta, "relation": s.relation.value}
+                for s in self.charges
+            ],
+            "assumptions": list(_ASSUMPTIONS),
+            "not_counted": list(_NOT_COUNTED),
+            "warnings": list(self.warnings),
+            "plan": plan.terms() | {"epsilon": _finite(plan.epsilon)},
+            "text": str(self),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+
+    @property
+    def headline(self) -> str:
+        """The two numbers, or why there are none."""
+        plan = self.plan
+        budget = f"({up(self._spent)}, {figure(self.delta, up=True)})-DP"
+        if plan.epsilon == math.inf:
+            budget = "not private: no noise"
+        if self.charges:
+            budget += f", of which the plan's ({up(plan.epsilon)}, {figure(plan.delta, up=True)})"
+        if self.reproducible:
+            budget = f"reproducible, not private: {budget} if the seed were unknown"
+        if not self.steps_taken:
+            return f"no guarantee, since the run has taken no step; the plan's would be {budget}"
+        return budget
+
+    def __str__(self) -> str:
+        plan = self.plan
+        unused = (
+            f"; {self.steps_unused} more drawn, not used, and charged" if self.steps_unused else ""
+        )
+        return "\n".join(
+            [
+                f"{self.headline}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
+                f"{plan.accountant.name.upper()} accountant",
+                f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
+                f"{self.steps_taken} of {plan.steps} planned steps taken{unused}",
+                f"planned for {plan.records} records, which is public; algorithm "
+                f"{plan.algorithm!r}, which returns {plan.algorithm.output.statement}",
+                "; ".join(_ASSUMPTIONS),
+                f"not counted: {', '.join(_NOT_COUNTED)}",
+                *self.warnings,
+            ]
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _sampled(plan: Plan) -> str:
+    """How batches were sampled; where an algorithm's steps differ, each way with its steps."""
+    if len(plan.stages) == 1:
+        return plan.stages[0][0].sampling.statement
+    sigma = plan.noise_multiplier
+    each = [
+        f"{stage.sampling.statement}, noise multiplier {sigma * stage.noise:.4g}, at {count} of "
+        f"{plan.steps} steps"
+        for stage, count in plan.stages
+    ]
+    return "; ".join(each)

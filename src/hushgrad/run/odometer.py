@@ -1,0 +1,45 @@
+"""ε so far: what the steps taken would cost, had they been the plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hushgrad.run.plan import Plan
+
+LABEL = "so far, had this been the plan"
+"""What must stand beside every such number: a run keeps its plan's ε, whenever it ends."""
+
+_POINTS = 20
+
+
+class Odometer:
+    """Readings of ε at some steps of a plan, each computed once, when it is first asked for.
+
+    A quicker accountant is used, which over-states ε a little, and a step counts as the next of
+    20 points: a reading is never too small.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = replace(plan, accountant=plan.accountant.sketch())
+        self._known: dict[int, float] = {}
+
+    @property
+    def points(self) -> list[int]:
+        """The steps at which ε is computed, the last one of the plan among them."""
+        steps = self._plan.steps
+        return sorted({math.ceil(steps * k / _POINTS) for k in range(1, _POINTS + 1)})
+
+    def epsilon(self, steps: int) -> float:
+        """What so many steps would cost at most, had they been the plan; 0 before the first."""
+        if steps == 0:
+            return 0.0
+        point = next(p for p in self.points if p >= steps)
+        if point not in self._known:
+            self._known[point] = self._plan.epsilon_after(point)
+        return self._known[point]
+
+    def curve(self, steps: int) -> list[tuple[int, float]]:
+        """The readings up to the point after `steps`."""
+        passed = [p for p in self.points if p < steps]
+        return [(p, self.epsilon(p)) for p in [*passed, *([steps] if steps else [])]]

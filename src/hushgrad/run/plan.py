@@ -1,0 +1,239 @@
+"""A plan: everything that a run's guarantee depends on, fixed and public before it starts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from dp_accounting import ComposedDpEvent, DpEvent
+
+from hushgrad.accounting import PLD, Accountant, Target, least_noise
+from hushgrad.accounting.accountants import require_delta
+from hushgrad.accounting.calibration import require_proof
+from hushgrad.algorithms import Algorithm, Course, Sgd, Stage
+from hushgrad.algorithms.algorithm import counted
+from hushgrad.clipping.groups import Grouping, whole
+from hushgrad.clipping.rules import Adaptive, Clip, automatic
+from hushgrad.events import repeated, steps_of
+from hushgrad.noise import Noise, gaussian
+from hushgrad.run.metrics import Metrics
+from hushgrad.sampling import Poisson, Sampling, require_relation
+from hushgrad.types import Refused, Relation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of `steps` steps (T) on `records` (n), and the ε that they cost at `delta`.
+
+    `noise_multiplier` (σ) is noise ÷ the bound on one record, its metrics included where there are
+    any. Everything here is public, the number of records too.
+    """
+
+    records: int
+    sampling: Sampling
+    steps: int
+    noise_multiplier: float
+    delta: float
+    relation: Relation = Relation.ADD_REMOVE
+    clip: Clip | Adaptive = field(default_factory=automatic)
+    groups: Grouping = whole
+    accountant: Accountant = PLD
+    metrics: Metrics | None = None
+    algorithm: Algorithm = field(default_factory=Sgd)
+
+    def __post_init__(self) -> None:
+        require_relation(self.sampling, self.relation)
+        require_delta(self.delta)
+        require_proof(self.accountant)
+        if self.records < 1 or self.steps < 1:
+            raise ValueError(
+                f"expected records >= 1 and steps >= 1, got {self.records} and {self.steps}; pass "
+                "the public number of records, and how many batches to train on"
+            )
+        if not isinstance(self.clip, Clip | Adaptive):
+            raise ValueError(
+                f"expected a clipping rule, got {self.clip!r}; pass one such as hg.automatic() or "
+                "hg.abadi(1.0)"
+            )
+        if isinstance(self.clip, Adaptive) and self.metrics is None:
+            raise ValueError(
+                "expected metrics with adaptive clipping, which follows the share of clipped "
+                "records, got none; pass metrics=Metrics()"
+            )
+        if self.algorithm.output.silent and self.metrics is not None:
+            raise Refused(
+                f"expected no metrics with the output {self.algorithm.output}, which allows "
+                "nothing else to leave, got some; leave them out, or choose another output"
+            )
+        if self.metrics is not None and not self.algorithm.carries_metrics:
+            raise Refused(
+                f"expected no metrics with {self.algorithm!r}, which does not release one sum for "
+                "each step, got some; leave them out"
+            )
+        self.algorithm.check(self.course)
+
+    @property
+    def course(self) -> Course:
+        """What the algorithm is told of the plan."""
+        return Course(self.sampling, self.records, self.relation, self.clip)
+
+    def stage(self, step: int) -> Stage:
+        """The batch of one step, and how much noise it gets relative to σ."""
+        return self.algorithm.stage(step, self.course)
+
+    @cached_property
+    def stages(self) -> list[tuple[Stage, int]]:
+        """The stages that there are, with how many steps are of each."""
+        return counted(self.stage(step) for step in range(self.steps))
+
+    def noise(self, step: int) -> Noise:
+        """The noise that is added at one step."""
+        return gaussian(self.noise_multiplier * self.stage(step).noise)
+
+    def divisor_at(self, step: int) -> float:
+        """The public number that a step's sum is divided by: the expected size of its batch."""
+        return self.stage(step).sampling.expected_batch(self.records)
+
+    @cached_property
+    def largest_batch(self) -> float:
+        """The largest expected size of a step's batch."""
+        return max(stage.sampling.expected_batch(self.records) for stage, _ in self.stages)
+
+    @property
+    def divisor(self) -> float:
+        """The divisor of an ordinary step."""
+        return self.sampling.expected_batch(self.records)
+
+    def event(self, steps: int) -> DpEvent:
+        """A run of so many steps, as one event."""
+        return _event(self.algorithm, self.noise_multiplier, steps, self.course)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """What the whole run costs."""
+        return self.epsilon_after(self.steps)
+
+    def epsilon_after(self, steps: int) -> float:
+        """What a run of so many steps would cost, had that been the plan."""
+        return self.spent(self.event(steps))
+
+    def spent(self, event: DpEvent) -> float:
+        """What an event costs at the plan's δ, by its accountant and under its relation."""
+        if self.noise_multiplier == 0:
+            return math.inf
+        return self.accountant.epsilon(event, delta=self.delta, relation=self.relation)
+
+    def released_again(self, steps: Iterable[int], *, times: int) -> DpEvent:
+        """These steps, whose batches were released `times` times over, as one event.
+
+        Releases of one batch share its sampling: together they are one of σ/√times.
+        """
+        each = []
+        for stage, count in counted(self.stage(step) for step in steps):
+            noise = gaussian(self.noise_multiplier * stage.noise / math.sqrt(times))
+            again = stage.sampling.amplify(noise.event, num_records=self.records)
+            each.append(repeated(count, again))
+        return each[0] if len(each) == 1 else ComposedDpEvent(each)
+
+    def terms(self) -> dict[str, Any]:
+        """Everything that the guarantee depends on, in words and numbers that JSON can hold."""
+        return {
+            "records": self.records,
+            "sampling": self.sampling.statement,
+            "expected_batch": self.divisor,
+            "steps": self.steps,
+            "noise_multiplier": self.noise_multiplier,
+            "delta": self.delta,
+            "relation": self.relation.value,
+            "clip": repr(self.clip),
+            "groups": getattr(self.groups, "__name__", repr(self.groups)),
+            "accountant": self.accountant.name,
+            "metrics": None if self.metrics is None else self.metrics.terms(),
+            "algorithm": repr(self.algorithm),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The terms, and the ε that follows from them."""
+        return self.terms() | {"epsilon": self.epsilon}
+
+
+def plan(
+    *,
+    records: int,
+    batch: int,
+    epochs: float,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    sampling: Sampling | None = None,
+    relation: Relation = Relation.ADD_REMOVE,
+    clip: Clip | Adaptive | None = None,
+    groups: Grouping = whole,
+    accountant: Accountant = PLD,
+    metrics: Metrics | None = None,
+    algorithm: Algorithm | None = None,
+) -> Plan:
+    """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
+
+    The default is Poisson sampling at rate batch / records, and automatic clipping, which has no
+    threshold to tune. Steps are rounded up, noise too: the plan costs at most `epsilon`. With a
+    `sampling` of one's own, `batch` says only how many steps an epoch has.
+    `records` is public, and `delta` should be well below 1 / records: above it a warning says so.
+    Adaptive clipping brings the metrics that it follows. The algorithm is DP-SGD unless another of
+    `hushgrad.algorithms` is given.
+
+    >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
+    >>> p.steps, round(p.epsilon, 2)
+    (118, 0.64)
+    """
+    if not 1 <= batch <= records:
+        raise ValueError(
+            f"expected 1 <= batch <= records, got batch {batch} of {records} records; pass a "
+            "smaller batch"
+        )
+    if (epsilon is None) == (noise_multiplier is None):
+        given = "neither" if epsilon is None else "both"
+        raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
+    if 1 <= delta * records < records:
+        warnings.warn(
+            f"expected delta below 1 / records = {1 / records:.2g}, got {delta:g}, by which "
+            "publishing a record chosen at random would pass; use a smaller delta",
+            stacklevel=2,
+        )
+    steps = steps_of(epochs, records=records, batch=batch)
+    drawn = Poisson(batch / records) if sampling is None else sampling
+    rule = automatic() if clip is None else clip
+    chosen = Sgd() if algorithm is None else algorithm
+    course = Course(drawn, records, relation, rule)
+    require_relation(drawn, relation)
+    chosen.check(course)
+    if noise_multiplier is None:
+        assert epsilon is not None
+        noise_multiplier, _ = least_noise(
+            lambda sigma: _event(chosen, sigma, steps, course),
+            Target(epsilon, delta, relation, accountant),
+        )
+    return Plan(
+        records=records,
+        sampling=drawn,
+        steps=steps,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        relation=relation,
+        clip=rule,
+        groups=groups,
+        accountant=accountant,
+        metrics=Metrics() if metrics is None and isinstance(clip, Adaptive) else metrics,
+        algorithm=chosen,
+    )
+
+
+def _event(algorithm: Algorithm, sigma: float, steps: int, course: Course) -> DpEvent:
+    def rounds(count: int) -> DpEvent:
+        return algorithm.event(sigma, steps=count, course=course)
+
+    return algorithm.output.event(rounds, steps)

@@ -1,0 +1,395 @@
+"""The memory of a run: its keys, its entry in a ledger, and the checkpoints it goes on from."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hushgrad.files import sentences
+from hushgrad.ledger import Budget, Entry, Spend
+from hushgrad.ledger.file import ENDINGS
+from hushgrad.rng import Rng
+from hushgrad.run import checkpoint
+from hushgrad.run.charging import (
+    Books,
+    destroy,
+    kept_budget,
+    own_budget,
+    own_ledger,
+    refuse_reproducible,
+    resumed,
+)
+from hushgrad.run.folder import Claim
+from hushgrad.run.plan import Plan
+from hushgrad.types import Refused
+
+CHECKPOINT, KEY = "checkpoint.safetensors", "key"
+"""The files of a run's folder."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved along with a run: a schedule, an average."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that it needs to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on from there."""
+
+
+Keep = Mapping[str, Stateful]
+Fingerprint = Callable[[bytes], str]
+"""A key, to a digest of the data under it."""
+
+
+@runtime_checkable
+class Training(Protocol):
+    """A run, as far as its memory needs to know it."""
+
+    @property
+    def steps_drawn(self) -> int:
+        """How many steps have drawn their batch."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+
+
+Enter = Callable[[Claim | None], Books]
+"""Enters a run into its ledger, and writes its key; what it makes in a folder, the claim knows."""
+
+
+class Memory:
+    """What outlives a process, and what must not be told to anyone.
+
+    `rng` makes the noise and `sampling` the batches; the latter is bound to the data, the plan and
+    the version, so that no other run can draw the same batches. Nothing is written and nothing is
+    charged before `restore`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rng: Rng,
+        *,
+        sampling: Rng,
+        draw: str = "",
+        enter: Enter | None = None,
+        folder: Path | None = None,
+        keep: Keep,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.rng, self.sampling, self._draw = rng.derive("release"), sampling, draw
+        self._plan, self._enter, self._folder = plan, enter, folder
+        self._keep, self._saved = keep, saved
+        self._books: Books | None = None
+
+    @property
+    def charges(self) -> tuple[Spend, ...]:
+        """What the run cost beyond its plan."""
+        return () if self._books is None else tuple(self._books.entry.spends[1:])
+
+    @property
+    def entry(self) -> Entry | None:
+        """The run's entry in a ledger."""
+        return None if self._books is None else self._books.entry
+
+    def drawn(self, step: int) -> None:
+        """Enter a step whose batch is about to be seen."""
+        if self._books is not None:
+            self._books.drawn(step)
+
+    def released(self, step: int, digest: bytes) -> None:
+        """Enter a release that is about to be used; before, nothing of it has left the process."""
+        if self._enter is not None:
+            assert self._books is not None, "restore comes before the first release"
+            self._books.released(step, digest)
+
+    def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Put a run where its checkpoint left it, by `load`; enter it, and write a checkpoint.
+
+        The checkpoint has the run's draw, so that what is released from here on is never taken for
+        a release on other batches. Whatever is refused leaves no files and no folders behind.
+        """
+        if self._saved is not None:
+            self._load(self._saved, load)
+        with nullcontext() if self._folder is None else Claim(self._folder) as claim:
+            try:
+                self._books = None if self._enter is None else self._enter(claim)
+                if self._folder is not None and claim is not None:
+                    if self._saved is None:
+                        claim.made(self._folder / CHECKPOINT)
+                    self.save(run)
+            except BaseException:
+                if self._saved is None and self._books is not None:
+                    with suppress(Refused):  # nothing was released
+                        self._books.entry.settle(steps=0, event=None)
+                raise
+
+    def save(self, run: Training) -> None:
+        """Write a checkpoint; refused if another process carries the run on by now."""
+        if self._folder is None:
+            raise ValueError(
+                "expected a run with a folder for its checkpoints, got none; pass folder= to train"
+            )
+        assert self._books is not None
+        self._books.entry.require_held()
+        state = {
+            "plan": self._plan.terms(),
+            "entry": self._books.entry.id,
+            "batches": self.sampling.name,
+            "draw": self._draw,
+            "reproducible": self.rng.reproducible,
+            "run": run.state(),
+            "keep": {name: thing.state_dict() for name, thing in self._keep.items()},
+        }
+        checkpoint.write(self._folder / CHECKPOINT, state)
+
+    def finish(self, run: Training) -> None:
+        """Write the last checkpoint, settle what the run has cost, and destroy its key.
+
+        In this order: a run whose cost is settled has a model.
+        """
+        if self._folder is not None:
+            self.save(run)
+        if self._books is not None:
+            done = self._plan.event(run.steps_drawn) if run.steps_drawn else None
+            self._books.entry.settle(steps=run.steps_drawn, event=done)
+        if self._folder is not None:
+            with sentences(self._folder / KEY):
+                destroy(self._folder / KEY)
+
+    def _load(self, saved: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
+        try:
+            load(saved["run"])
+            for name, thing in self._keep.items():
+                thing.load_state_dict(saved["keep"][name])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise Refused(
+                "expected the model, the optimizer and what else is kept as they were when the "
+                f"checkpoint was written, got others ({error}); build them as before"
+            ) from error
+
+
+def remembered(
+    *,
+    plan: Plan,
+    rng: Rng,
+    budget: Budget | None,
+    folder: Path | None,
+    resume: bool,
+    keep: Keep,
+    fingerprint: Fingerprint,
+) -> Memory:
+    """The memory of a run that starts, or goes on from the checkpoint in its folder."""
+    if budget is not None:
+        refuse_reproducible(rng)
+    _require_folder(folder, resume)
+    if resume and folder is not None:
+        return _resumed(plan, rng, budget, folder, keep, fingerprint)
+    own = _own(rng)
+    entered = budget is not None or folder is not None
+    return Memory(
+        plan,
+        own,
+        sampling=_sampling(plan, own, fingerprint),
+        enter=_new(plan, own, budget, folder, fingerprint) if entered else None,
+        folder=folder,
+        keep=keep,
+    )
+
+
+def _new(
+    plan: Plan, own: Rng, budget: Budget | None, folder: Path | None, fingerprint: Fingerprint
+) -> Enter:
+    """Enters a run that starts."""
+
+    def enter(claim: Claim | None) -> Books:
+        account = budget
+        if folder is not None and claim is not None:
+            _require_folder(folder, resume=False)  # again, now that no other process begins there
+            _write_key(own, folder, claim)
+            if account is None:
+                ledger = own_ledger(folder)
+                if not ledger.exists():
+                    claim.made(*(ledger.with_name(ledger.name + end) for end in ENDINGS))
+                account = own_budget(folder, plan.relation)
+        assert account is not None
+        entry = account.open(
+            Spend(plan.event(plan.steps), plan.relation, plan.epsilon, plan.delta),
+            label=folder.name if folder else "",
+            plan=plan.describe(),
+            fingerprint=fingerprint(budget.salt) if budget else "",
+        )
+        return Books(entry, plan)
+
+    return enter
+
+
+def _resumed(
+    plan: Plan,
+    rng: Rng,
+    budget: Budget | None,
+    folder: Path,
+    keep: Keep,
+    fingerprint: Fingerprint,
+) -> Memory:
+    """The memory of a run that goes on: its key, and the batches that it has drawn or draws anew.
+
+    A step is released twice on one batch only if the key, the data and the ledger are the same.
+    """
+    stamp = checkpoint.stamp(folder / CHECKPOINT)
+    saved = checkpoint.read(folder / CHECKPOINT)
+    _require_state(saved, plan, folder / CHECKPOINT)
+    if saved["keep"].keys() != keep.keys():
+        raise Refused(
+            f"expected what the checkpoint has kept, {sorted(saved['keep'])}, got {sorted(keep)}; "
+            "pass the same keep= as before"
+        )
+    account = budget or kept_budget(folder)
+    step, over = saved["run"]["step"], saved["run"]["step"] == plan.steps
+    copied = account.entry(saved["entry"]).copied
+    lost = not over and not (folder / KEY).exists()
+    own = _resumed_key(rng, folder, saved, over=over, budget=budget)
+    draw, sampling = saved["draw"], _sampling(plan, own, fingerprint, saved["draw"])
+    replay = over or (sampling.name == saved["batches"] and not copied)
+    if not replay:  # and none that an earlier try has drawn: two releases of one batch cost more
+        draw = secrets.token_hex(16)
+        sampling = _sampling(plan, own, fingerprint, draw)
+
+    def check() -> None:
+        # Else the last checkpoint of a run that has just ended could be lost to an older one.
+        if checkpoint.stamp(folder / CHECKPOINT) != stamp:
+            raise _overtaken(folder)
+
+    def enter(claim: Claim | None) -> Books:
+        if lost and claim is not None:
+            if (folder / KEY).exists():
+                raise _overtaken(folder)
+            _write_key(own, folder, claim)
+        return resumed(
+            account,
+            saved["entry"],
+            plan,
+            step=step,
+            replay=replay,
+            upto=plan.steps if copied else None,
+            fingerprint=fingerprint(account.salt),
+            check=check,
+        )
+
+    return Memory(
+        plan,
+        own,
+        sampling=sampling,
+        draw=draw,
+        enter=enter,
+        folder=folder,
+        keep=keep,
+        saved=saved,
+    )
+
+
+def _resumed_key(
+    rng: Rng, folder: Path, saved: Mapping[str, Any], *, over: bool, budget: Budget | None
+) -> Rng:
+    """The key of a run that goes on: its own, or a new one if that is lost."""
+    if over:  # and nothing is drawn any more
+        return Rng(secrets.token_bytes(32), reproducible=saved["reproducible"])
+    file = folder / KEY
+    own = Rng.read(file) if file.exists() else _own(rng)
+    if budget is not None:
+        refuse_reproducible(own)
+    if saved["reproducible"] and not own.reproducible:
+        raise Refused(
+            "expected a seed for a run that began with Rng.fixed, got a secret key, which cannot "
+            "hide the noise of its first steps; pass Rng.fixed, or start another run"
+        )
+    return own
+
+
+def _overtaken(folder: Path) -> Refused:
+    return Refused(
+        f"expected to be the only process that resumes the run in {folder}, got another that went "
+        "on meanwhile; end it, and resume again"
+    )
+
+
+def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
+    file = folder / KEY
+    file.unlink(missing_ok=True)  # of a run that never began
+    claim.made(file)
+    with sentences(file):
+        own.write(file)
+
+
+def _own(rng: Rng) -> Rng:
+    """A key for one run: two runs from one key must not draw the same batches and noise."""
+    return rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
+
+
+def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint, draw: str = "") -> Rng:
+    """The key of a run's batches; `draw` tells those of a run that could not draw its first."""
+    data = fingerprint(own.derive("data").words(4).tobytes())
+    return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"), draw)
+
+
+def _require_folder(folder: Path | None, resume: bool) -> None:
+    there = folder is not None and (folder / CHECKPOINT).exists()
+    if resume and not there:
+        raise Refused(
+            f"expected a checkpoint to resume from, got none in {folder or 'no folder'}; leave "
+            "resume out to start a run"
+        )
+    if there and not resume:
+        raise Refused(
+            f"expected a folder without a run in it, got {folder}; pass resume=True to go on with "
+            "it, or name another folder"
+        )
+
+
+_FIELDS = {
+    "plan": dict,
+    "entry": str,
+    "batches": str,
+    "draw": str,
+    "reproducible": bool,
+    "run": dict,
+    "keep": dict,
+}
+"""What a run's checkpoint holds; of "run", the memory reads the numbers of steps."""
+
+
+def _require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
+    """Refuse a checkpoint that is not one of a run of this plan."""
+    wrong = [name for name, kind in _FIELDS.items() if type(saved.get(name)) is not kind]
+    if not wrong:
+        _require_same(plan, saved["plan"])
+        steps = [saved["run"].get(name) for name in ("step", "taken")]
+        if not all(type(n) is int and 0 <= n <= plan.steps for n in steps):
+            wrong = ["run"]
+    if wrong:
+        raise Refused(
+            f"expected the checkpoint of a run in {path}, got one in which {', '.join(wrong)} "
+            "cannot be so; put an older copy in its place, or start another run"
+        )
+
+
+def _require_same(plan: Plan, saved: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(plan.terms()))
+    changed = [f"{key} {saved.get(key)} → {now[key]}" for key in now if now[key] != saved.get(key)]
+    if changed:
+        raise Refused(
+            f"expected the plan that the run began with, got {'; '.join(changed)}; resume with "
+            "that plan, or start another run"
+        )
+
+
+def none(key: bytes) -> str:
+    """The fingerprint of data that cannot be read beforehand."""
+    return ""

@@ -1,0 +1,400 @@
+"""Training: the user's loop, with a private gradient in the place of the ordinary one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hushgrad.batches.nested import leaves_of
+from hushgrad.clipping.pieces import pieces_for
+from hushgrad.gradients import check_optimizer, forget_structure
+from hushgrad.gradients.observed import Values, observe
+from hushgrad.ledger import Budget, Entry
+from hushgrad.parallel.single import refuse_wrapped, require_one_process
+from hushgrad.points import move
+from hushgrad.rng import Rng
+from hushgrad.run.admission import (
+    batches_of,
+    loader_of,
+    needs_rng,
+    require_first_order,
+    require_folder_allowed,
+    require_kind,
+)
+from hushgrad.run.drawn import Drawn
+from hushgrad.run.execution import Execution
+from hushgrad.run.guarantee import Guarantee
+from hushgrad.run.metrics import NAME, Reading, packed, smoothed, unpacked
+from hushgrad.run.penalties import Constants
+from hushgrad.run.plan import Plan
+from hushgrad.run.randomness import own_randomness
+from hushgrad.run.resuming import Keep, Memory, none, remembered
+from hushgrad.run.snapshot import Snapshot
+from hushgrad.run.step import Pass, Round, gradient_of
+from hushgrad.types import Batch, Loss, Params, Refused
+
+_MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
+_PLAIN = Execution()
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Run:
+    """A private training run: draws the batches of its plan, and takes one step for each.
+
+    Guarantees: what is drawn is what the plan accounts for; noise is added once to each step, also
+    to an empty batch; the gradient is divided by a public number; only released values reach the
+    optimizer. Nothing but the run's steps moves the model from the first batch until the run is
+    finished: this is checked by the bits of its parameters, its buffers and the optimizer's state.
+    The run ends with its plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Callable[[range], Iterator[Batch]],
+        *,
+        plan: Plan,
+        memory: Memory,
+        execution: Execution,
+        constants: Constants,
+    ) -> None:
+        self.plan = plan
+        self.readings: list[Reading] = []
+        self._model, self._optimizer, self._batches = model, optimizer, batches
+        self._memory, self._execution = memory, execution
+        self._params: Params = _trainable(model)
+        self._clip = plan.clip.at(plan.clip.clip_norm)
+        self._remembered: dict[str, Any] = {}
+        self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
+        self._position = self.steps_taken = 0
+        self._drawn: Drawn | None = None
+        self._unused = 0
+        self._ended_at: int | None = None
+        self._finished = False
+        self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
+        self._constants = constants
+        memory.restore(self, self._load)
+
+    def __len__(self) -> int:
+        return self.plan.algorithm.output.length(self._output, self.plan.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the steps that are left; each is good for one step.
+
+        A batch that was drawn counts as a step, whether it is used or not; raises `Refused` at the
+        second in a row that no step has used, and where the model was moved by anything but the
+        run's steps. A loop that others have overtaken ends at the plan's end, and is refused before
+        it.
+        """
+        steps = range(self._position, len(self))
+        for step, batch in enumerate(self._batches(steps), steps.start):
+            if self._finished or self._position == len(self):
+                return
+            if self._remembered.get("over"):
+                break
+            if self._position != step:
+                raise Refused(
+                    "expected one loop over the run at a time, got another that went on meanwhile; "
+                    "draw the batches in one loop: a batch that comes twice is not accounted for"
+                )
+            self._draw(batch)
+            yield batch
+        if not self._finished:
+            self.finish()
+
+    def _draw(self, batch: Batch) -> None:
+        self._require_own_model()
+        if self._left is None:  # what moved the model before its first batch was no step
+            self._left = Snapshot.of(self._model, self._optimizer)
+        self._unused = 0 if self._drawn is None else self._unused + 1
+        if self._unused > _MOST_UNUSED:
+            raise Refused(
+                "expected run.step for each batch that is drawn, got two in a row without it; call "
+                "run.step(loss, batch) in the place of loss.backward() and optimizer.step(), also "
+                "for an empty batch, whose step is noise alone"
+            )
+        self._memory.drawn(self._position)
+        self._position += 1
+        self._drawn = Drawn(batch)
+
+    def step(
+        self,
+        loss: Loss,
+        batch: Batch,
+        *,
+        penalty: Callable[[], Tensor] | None = None,
+        watch: Mapping[str, Values] = _NOTHING,
+    ) -> None:
+        """One private step on the batch that was just drawn.
+
+        `loss(batch)` returns one value for each record; random numbers that it draws from torch
+        follow from the run's key, so that a resumed run draws them again. `penalty()` reads no
+        record (a weight decay, say), and its gradient is added after the noise. `watch` has a
+        function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
+        each record.
+
+        The step moves the parameters by the optimizer: do not call `optimizer.step()` yourself.
+        `p.grad` then holds the released gradient, and what is done to it comes too late. `batch`
+        is the one that was drawn; its tensors may be on another device or of another dtype.
+        """
+        require_one_process()
+        drawn = self._require_drawn(batch)
+        self._require_same_parameters()
+        self._require_own_model()
+        self._require_watched(watch)
+        if penalty is not None:
+            self._constants.require(penalty, self._params, drawn.batch, batch)
+        self._drawn = None
+        for p in self._params.values():
+            p.grad = None  # the last step's, which would only take memory
+        plan, step = self.plan, self._position - 1
+        round = self._round(loss, batch, watch, step, penalty)
+        with own_randomness(self._memory.rng.derive("model", step)):
+            estimate, remembered = plan.algorithm.step(round, self._remembered)
+        self._memory.released(step, round.digest)
+        self._remembered = remembered
+        self._read(round)
+        if round.regulariser is not None:
+            round.penalty = gradient_of(round.regulariser, self._params)
+        for name, p in self._params.items():
+            grad = estimate[name].to(p.dtype)
+            p.grad = grad + round.penalty[name] if name in round.penalty else grad
+        output = plan.algorithm.output
+        self._output = output.before(self._output, round)
+        plan.algorithm.update(self._params, self._optimizer)
+        self.steps_taken += 1
+        self._output = output.after(self._output, self._params, self.steps_taken)
+        self._left = Snapshot.of(self._model, self._optimizer)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The plan's metrics over the last 50 steps, as they were released; {} without any."""
+        return smoothed(self.readings)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What the run guarantees, whenever it ends.
+
+        Raises `Refused` where something else than the run's steps has moved the model.
+        """
+        if not self._finished:
+            self._require_own_model()
+        return Guarantee(
+            self.plan,
+            self.steps_taken,
+            self._memory.rng.reproducible,
+            self._memory.charges,
+            steps_unused=self.steps_drawn - self.steps_taken - (self._drawn is not None),
+        )
+
+    @property
+    def steps_drawn(self) -> int:
+        """The number of steps whose batches were drawn, which is what the run is charged for."""
+        return self._position if self._ended_at is None else self._ended_at
+
+    @property
+    def entry(self) -> Entry | None:
+        """The run's entry in a ledger; None without a budget and a folder."""
+        return self._memory.entry
+
+    def save(self) -> None:
+        """Write a checkpoint to the run's folder; it never holds the key."""
+        self._require_own_model()
+        self._memory.save(self)
+
+    def finish(self) -> None:
+        """End the run: settle its budget and destroy its key. The end of its batches does so.
+
+        From then on the model is yours: what is done to it is no matter of the run any more.
+        """
+        if self._finished:
+            return
+        self._require_own_model()
+        self._drawn = None
+        found = self.plan.algorithm.output.result(self._output)
+        if found is not None:
+            move(self._params, found)
+        self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
+        self._position = len(self)  # so that the last checkpoint has no steps left
+        self._memory.finish(self)
+        self._finished = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the run itself."""
+        return {
+            "step": self._position - (self._drawn is not None),  # that batch is drawn again
+            "taken": self.steps_taken,
+            "drawn": self.steps_drawn,
+            "clip_norm": self._clip.clip_norm,
+            "readings": packed(self.readings),
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "algorithm": self._remembered,
+            "output": self._output,
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned in another process.
+
+        Private: steps that are taken again must be charged, as a resumed run's are.
+        """
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._clip = self.plan.clip.at(state["clip_norm"])
+        self._remembered, self._output = state["algorithm"], state["output"]
+        self._position, self.steps_taken = state["step"], state["taken"]
+        self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
+        names = self.plan.metrics.names if self.plan.metrics else ()
+        self.readings = unpacked(state["readings"], names)
+        self._left = Snapshot.of(self._model, self._optimizer)
+
+    def _observed(self, watch: Mapping[str, Values], part: Batch, step: int) -> dict[str, Tensor]:
+        test = step & (step - 1) == 0  # as the model's independence is
+        return {
+            name: observe(values, part, modules=(self._model,), test=test)
+            for name, values in watch.items()
+        }
+
+    def _round(
+        self,
+        loss: Loss,
+        batch: Batch,
+        watch: Mapping[str, Values],
+        step: int,
+        penalty: Callable[[], Tensor] | None,
+    ) -> Round:
+        plan = self.plan
+        work = Pass(
+            loss,
+            self._params,
+            batch,
+            groups=plan.groups,
+            modules=(self._model,),
+            execution=self._execution,
+            metrics=plan.metrics,
+            observed=lambda part: self._observed(watch, part, step),
+            expected=self._clip,
+            pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
+            batch_size=plan.largest_batch,
+        )
+        return Round(
+            work,
+            self._clip,
+            plan.noise(step),
+            plan.divisor_at(step),
+            step=step,
+            rng=self._memory.rng,
+            relation=plan.relation,
+            regulariser=penalty,
+        )
+
+    def _read(self, round: Round) -> None:
+        metrics = self.plan.metrics
+        if metrics is not None:
+            (released,) = round.releases
+            found = released.values[NAME]
+            values = metrics.read(found, l2=released.l2, expected=round.divisor)
+            self.readings.append(Reading(round.step, values))
+            self._clip = self.plan.clip.moved(self._clip, values["clipped"])
+
+    def _require_drawn(self, batch: Batch) -> Drawn:
+        if self._drawn is None:
+            raise Refused(
+                "expected a batch that the run has drawn and that no step has used, got another; "
+                "call run.step once for each batch of `for batch in run`"
+            )
+        self._drawn.require(batch)
+        return self._drawn
+
+    def _require_own_model(self) -> None:
+        if self._left is not None:
+            self._left.require_same(self._model, self._optimizer)
+
+    def _require_same_parameters(self) -> None:
+        now = _trainable(self._model)
+        if {n: id(p) for n, p in now.items()} != {n: id(p) for n, p in self._params.items()}:
+            changed = sorted(now.keys() ^ self._params.keys())
+            raise Refused(
+                f"expected the parameters that the run started with, got changes in "
+                f"{', '.join(changed) or 'their tensors'}; start another run after freezing or "
+                "unfreezing"
+            )
+        check_optimizer(self._optimizer, self._params)
+
+    def _require_watched(self, watch: Mapping[str, Values]) -> None:
+        expected = self.plan.metrics.watched if self.plan.metrics else ()
+        if set(watch) != set(expected):
+            remedy = (
+                "pass them: run.step(…, watch={name: function})"
+                if set(watch) < set(expected)
+                else "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+            )
+            raise ValueError(
+                f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
+                f"{remedy}"
+            )
+
+
+@needs_rng
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Any,
+    *,
+    plan: Plan,
+    rng: Rng,
+    execution: Execution = _PLAIN,
+    budget: Budget | None = None,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    keep: Keep = _NOTHING,
+) -> Run:
+    """Start a private training run of `model` on `data`, by any first-order optimizer.
+
+    `data` is a tensor, an array, a tuple or mapping of them, a map-style data set, or a
+    `sampling.Loader` of one. With a sampling that was `Stated`, it is left None.
+
+    The run is charged to `budget`. In `folder` it keeps checkpoints and its key; with `resume` it
+    goes on from there. What `keep` names (a schedule, an average) is saved along.
+    """
+    require_kind("rng", rng, Rng, "Rng.from_os()")
+    require_kind("plan", plan, Plan, "hg.plan(…)")
+    if budget is not None:
+        require_kind("budget", budget, Budget, 'hg.Ledger("ledger.sqlite").budget("name")')
+    require_one_process()
+    refuse_wrapped((model,))
+    require_first_order(optimizer)
+    check_optimizer(optimizer, _trainable(model))
+    forget_structure(_trainable(model))
+    require_folder_allowed(plan, folder)
+    loader = loader_of(data, plan)
+    memory = remembered(
+        plan=plan,
+        rng=rng,
+        budget=budget,
+        folder=None if folder is None else Path(folder),
+        resume=resume,
+        keep=keep,
+        fingerprint=loader.fingerprint if loader else none,
+    )
+    return Run(
+        model,
+        optimizer,
+        batches_of(loader, plan, memory.sampling),
+        plan=plan,
+        memory=memory,
+        execution=execution,
+        constants=Constants(
+            (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
+            private=() if loader is None else leaves_of(loader.columns),
+        ),
+    )
+
+
+def _trainable(model: nn.Module) -> Params:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 import hushgrad as hg
-from hushgrad.data import Split, Table, a9a
+from hushgrad.data import LabelledTable, Split, a9a
 from hushgrad.launch.recipe import Recipe
 from recipes.classifier import Settings, classifier
 
@@ -46,7 +46,7 @@ def logistic() -> nn.Linear:
     return nn.Linear(123, 2)
 
 
-def scaled(split: Split[Table]) -> Split[Table]:
+def scaled(split: Split[LabelledTable]) -> Split[LabelledTable]:
     """Rows ÷ √14."""
     size = math.sqrt(ATTRIBUTES)
     (train, train_labels), (test, test_labels) = split.train, split.test

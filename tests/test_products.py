@@ -48,14 +48,14 @@ class Model(nn.Module):
 
 
 @cache
-def subject() -> tuple[Model, Tensor]:
+def objective() -> tuple[Model, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return Model(), torch.randint(WORDS, (RECORDS, LENGTH + 1))
 
 
 def loss(tokens: Tensor) -> Tensor:
-    logits = subject()[0](tokens[:, :-1]).mT
+    logits = objective()[0](tokens[:, :-1]).mT
     # The records' gradients differ in size by a factor of twenty.
     size = torch.linspace(0.1, 2.0, WORDS)[tokens[:, 0]]
     return size * F.cross_entropy(logits, tokens[:, 1:], reduction="none").mean(1)
@@ -66,7 +66,7 @@ def loss(tokens: Tensor) -> Tensor:
 
 @cache
 def gradients() -> list[dict[str, Tensor]]:
-    model, batch = subject()
+    model, batch = objective()
     params = dict(model.named_parameters())
     found = []
     for i in range(RECORDS):
@@ -129,7 +129,7 @@ def expected(rule: str, grouping: str) -> dict[str, Tensor]:
 def test_the_clipped_sum_is_that_of_the_formula(
     rule: str, grouping: str, form: Form, micro_batch: int | None
 ) -> None:
-    model, batch = subject()
+    model, batch = objective()
     clip = RULES[rule][0]
     bounded = clipped_sum(
         loss,

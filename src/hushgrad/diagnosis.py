@@ -19,7 +19,7 @@ from hushgrad.types import Batch, Loss, Params
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """One parameter: what consumed it, how its gradient is held, and what that costs a record."""
 
     name: str
@@ -45,7 +45,7 @@ class Diagnosis:
     """What `doctor` found: a row for each parameter, the proof on probes, and the verdict."""
 
     form: str
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterRow, ...]
     checks: tuple[Check, ...]
     why_not: dict[str, str]
 
@@ -115,7 +115,7 @@ def doctor(
     )
 
 
-def _row(name: str, params: Params, certificate: Certificate, gradients: Gradients) -> Row:
+def _row(name: str, params: Params, certificate: Certificate, gradients: Gradients) -> ParameterRow:
     shape = tuple(params[name].shape)
     sites = [site for site in certificate.sites if name in site.parameters]
     layouts = [place.layout for site in sites for place in site.outputs]
@@ -128,7 +128,7 @@ def _row(name: str, params: Params, certificate: Certificate, gradients: Gradien
     uses = tuple(gradients.factors[name].values())
     flops, size = cost_of(uses, shape) if uses else (0, 0)
     records = uses[0].batch if uses else 1
-    return Row(name, shape, operations, held, positions, flops / records, size / records)
+    return ParameterRow(name, shape, operations, held, positions, flops / records, size / records)
 
 
 def _checks(certificate: Certificate, params: Params) -> list[Check]:

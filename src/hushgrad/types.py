@@ -68,7 +68,7 @@ class PerSample(Protocol):
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class EagerWeights:
     """Weights that follow from the norms of one group of parameters alone.
 
     `group` has the names that share a parameter's group; `weights` takes the squared norms of all

@@ -9,7 +9,7 @@ from dp_accounting import DpEvent, LaplaceDpEvent
 
 from hushgrad import Relation
 from hushgrad.accounting import PLD, RDP, Accountant, Target, Training, least_noise
-from hushgrad.accounting.aiming import Question, aimed
+from hushgrad.accounting.aiming import NoiseSearch, aimed
 from hushgrad.accounting.closed_forms import gaussian_noise_multiplier
 from hushgrad.accounting.events import gaussian
 
@@ -20,8 +20,8 @@ def run(batch: int, steps: int) -> Callable[[float], DpEvent]:
 
 def question(
     event_of: Callable[[float], DpEvent], epsilon: float, accountant: Accountant
-) -> Question:
-    return Question(event_of, accountant, 1e-5, Relation.ADD_REMOVE, 0.999 * epsilon, epsilon)
+) -> NoiseSearch:
+    return NoiseSearch(event_of, accountant, 1e-5, Relation.ADD_REMOVE, 0.999 * epsilon, epsilon)
 
 
 @pytest.mark.parametrize("accountant", [PLD, RDP])

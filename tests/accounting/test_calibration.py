@@ -17,8 +17,8 @@ from hushgrad.accounting import (
     RDP,
     ZCDP,
     Accountant,
-    Drawn,
     Pld,
+    SamplingOf,
     Target,
     Training,
     calibrate,
@@ -221,7 +221,7 @@ def test_a_gap_is_refused_before_the_search() -> None:
         (full_batches, FullBatch()),
     ],
 )
-def test_a_run_is_the_event_that_its_sampling_states(drawn: Drawn, sampling: Sampling) -> None:
+def test_a_run_is_the_event_that_its_sampling_states(drawn: SamplingOf, sampling: Sampling) -> None:
     run = Training(100, 10, 1.5, 25, drawn)
     assert drawn(10, 100) == sampling
     assert run.event == sampling.run_event(gaussian(1.5), num_records=100, num_steps=25)

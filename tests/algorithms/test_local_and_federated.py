@@ -50,7 +50,7 @@ from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.noise import Noise, release
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
-from hushgrad.run.step import Pass, Term
+from hushgrad.run.step import BatchPass, Summand
 from hushgrad.sampling import FullBatch
 from hushgrad.types import Bounded
 
@@ -302,8 +302,8 @@ def test_a_client_keeps_its_bound_in_half_precision(dtype: torch.dtype) -> None:
     x, y = clients()
     for k in range(12):
         one = (x[k : k + 1].to(dtype), y[k : k + 1])
-        work = Pass(loss_of(net), dict(net.named_parameters()), one, modules=(net,))
-        found = work.sum(lambda part: [Term(FedAvg(0.4, 2).updates(part), hg.normalize(0.1))])
+        work = BatchPass(loss_of(net), dict(net.named_parameters()), one, modules=(net,))
+        found = work.sum(lambda part: [Summand(FedAvg(0.4, 2).updates(part), hg.normalize(0.1))])
         assert all(each.dtype != dtype or dtype is torch.float32 for each in found.sum.values())
         assert 0.099 < size({n: each.double() for n, each in found.sum.items()}) <= 0.1 * (1 + 1e-5)
 
@@ -383,7 +383,7 @@ def test_a_gradient_that_leads_nowhere_is_measured_again_and_averaged(monkeypatc
     """The choice is made to fall on no step twice, and then on the third length of five."""
     spy = Spy(monkeypatch, "adaptive")
     chosen = iter([0, 0, 2])
-    monkeypatch.setattr(Agd, "_least", lambda self, scores, rho, round: next(chosen))
+    monkeypatch.setattr(Agd, "_least", lambda self, scores, rho, context: next(chosen))
     seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0)
     first = budget(0.5, Relation.ADD_REMOVE) / 8
     costs = [1 / noise.noise_multiplier**2 / 2 for noise in spy.noises]

@@ -59,7 +59,7 @@ from hushgrad.gradients import loop
 from hushgrad.noise import gaussian as gaussian_noise
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
-from hushgrad.run.step import Part, Pass, Round, Term
+from hushgrad.run.step import BatchPass, Part, StepContext, Summand
 from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
@@ -223,9 +223,9 @@ def test_a_record_keeps_its_bound_at_two_points(
     most = C2 if combined else gamma * C1 + (1 - gamma) * C2
     for k in range(2):
         one = (batch[0][k : k + 1], batch[1][k : k + 1])
-        work = Pass(loss, params, one)
-        round = _round(work)
-        found = work.sum(srm._query(round, before))
+        work = BatchPass(loss, params, one)
+        context = _round(work)
+        found = work.sum(srm._query(context, before))
         assert found.l2 == bound(most)
         assert size(found.sum) <= most * (1 + 1e-5)
 
@@ -237,14 +237,14 @@ def test_a_bound_with_c1_and_c2_swapped_would_be_broken() -> None:
     before = {n: p.detach() + 3.0 for n, p in params.items()}
     x, y = data(1)
     wide = Srm(0.9, abadi(1e-3))
-    work = Pass(loss_of(net), params, (30 * x, 1 - y))
+    work = BatchPass(loss_of(net), params, (30 * x, 1 - y))
     found = size(work.sum(wide._query(_round(work), before)).sum)
     assert found > 2 * ((1 - 0.9) * C1 + 0.9 * 1e-3)
     assert found <= (0.9 * C1 + 0.1 * 1e-3) * (1 + 1e-5)
 
 
-def _round(work: Pass) -> Round:
-    return Round(work, abadi(C1), gaussian_noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
+def _round(work: BatchPass) -> StepContext:
+    return StepContext(work, abadi(C1), gaussian_noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
 
 
 # --- noise and events ---
@@ -576,11 +576,11 @@ def test_a_first_batch_of_all_records_is_a_full_one() -> None:
 
 def test_a_step_asks_once() -> None:
     net = model()
-    work = Pass(loss_of(net), dict(net.named_parameters()), data())
-    round = _round(work)
-    round.mean(lambda part: [Term(part.here, abadi(1.0))])
+    work = BatchPass(loss_of(net), dict(net.named_parameters()), data())
+    context = _round(work)
+    context.mean(lambda part: [Summand(part.here, abadi(1.0))])
     with pytest.raises(Refused, match="one query for each step"):
-        round.mean(lambda part: [Term(part.here, abadi(1.0))])
+        context.mean(lambda part: [Summand(part.here, abadi(1.0))])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 7, 8])
@@ -631,7 +631,7 @@ def test_tied_weights_and_convolutions_have_their_differences(gap: float) -> Non
         return F.cross_entropy(net(batch).transpose(1, 2), batch, reduction="none").mean(1)
 
     def summed(execution: Execution) -> dict[str, torch.Tensor]:
-        work = Pass(loss, params, words, modules=(net,), execution=execution)
+        work = BatchPass(loss, params, words, modules=(net,), execution=execution)
         found = work.sum(Srm(GAMMA, abadi(C2))._query(_round(work), before))
         assert found.l2 == bound(GAMMA * C1 + (1 - GAMMA) * C2)
         return found.sum
@@ -673,7 +673,7 @@ def test_a_compiled_pass_sees_both_points() -> None:
         return F.cross_entropy(net(batch[0]), batch[1], reduction="none")
 
     def summed(execution: Execution) -> dict[str, torch.Tensor]:
-        work = Pass(loss, params, (x.float(), y), modules=(net,), execution=execution)
+        work = BatchPass(loss, params, (x.float(), y), modules=(net,), execution=execution)
         return work.sum(Srm(GAMMA, abadi(1.0))._query(_round(work), before)).sum
 
     slow = summed(Execution(form=loop))
@@ -685,9 +685,9 @@ def test_a_term_that_is_subtracted_counts_in_the_bound() -> None:
     """A record moves the sum by both of its terms, whatever their signs are."""
     net = model()
     x, y = data(1)
-    work = Pass(loss_of(net), dict(net.named_parameters()), (10 * x, y))
+    work = BatchPass(loss_of(net), dict(net.named_parameters()), (10 * x, y))
     found = work.sum(
-        lambda part: [Term(part.here, abadi(0.1)), Term((-1.0) * part.here, abadi(0.1), -2.0)]
+        lambda part: [Summand(part.here, abadi(0.1)), Summand((-1.0) * part.here, abadi(0.1), -2.0)]
     )
     assert size(found.sum) > 0.29
     assert found.l2 == bound(0.3)

@@ -18,7 +18,7 @@ from hushgrad.clipping.pieces import LARGEST_PIECE, Pieces, pieces_for
 from hushgrad.clipping.rules import abadi, automatic, normalize
 from hushgrad.glm.gradients import clipped_sum as linear_sum
 from hushgrad.glm.losses import logistic
-from hushgrad.glm.rows import Rows as LinearRows
+from hushgrad.glm.rows import RowSource as LinearRows
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.gradients import Gradients, difference, recomputed
 from hushgrad.gradients.factors.held import Gradient, Stacked
@@ -31,7 +31,7 @@ from hushgrad.gradients.factors.sums import (
     sum_of_products,
     sum_of_rows,
 )
-from hushgrad.run.step import Pass, Term
+from hushgrad.run.step import BatchPass, Summand
 from hushgrad.types import Refused
 
 WIDTH = 16
@@ -122,7 +122,8 @@ def made(kind: str, family: str, records: int) -> Gradients:
     if kind == "rows":
         half = Outer(a, b[:, :, :WIDTH])
         return held(
-            Rows(half, range(WIDTH), 2 * WIDTH), Rows(half, range(WIDTH, 2 * WIDTH), 2 * WIDTH)
+            Rows(half, range(WIDTH), 2 * WIDTH),
+            Rows(half, range(WIDTH, 2 * WIDTH), 2 * WIDTH),
         )
     return held(Outer(a, b))
 
@@ -226,8 +227,8 @@ def test_federated_clients_are_summed_as_exactly() -> None:
     x = alike(clients, 1, WIDTH)
 
     def total(x: Tensor) -> Tensor:
-        work = Pass(lambda x: layer(x)[:, 0], dict(layer.named_parameters()), x)
-        bounded = work.sum(lambda part: [Term(algorithm.updates(part), normalize())])
+        work = BatchPass(lambda x: layer(x)[:, 0], dict(layer.named_parameters()), x)
+        bounded = work.sum(lambda part: [Summand(algorithm.updates(part), normalize())])
         return bounded.sum["weight"].double()
 
     assert abs(float((total(x) - total(x[1:])).norm()) - 1) <= SUM_SLACK
@@ -333,7 +334,7 @@ def test_one_record_moves_a_large_dealt_batch_by_its_share_alone(records: int, f
 
     def total(x: Tensor, pieces: Pieces | None) -> Tensor:
         execution = Execution() if form is None else Execution(form=form)
-        work = Pass(
+        work = BatchPass(
             lambda x: layer(x).sum(1),
             params,
             x,
@@ -342,7 +343,7 @@ def test_one_record_moves_a_large_dealt_batch_by_its_share_alone(records: int, f
             expected=normalize(),
             pieces=pieces,
         )
-        return work.sum(lambda part: [Term(part.here, normalize())]).sum["weight"].double()
+        return work.sum(lambda part: [Summand(part.here, normalize())]).sum["weight"].double()
 
     full = total(x, Pieces(count, rng))
     for pieces in (Draws(count, rng), None):

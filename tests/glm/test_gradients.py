@@ -13,7 +13,7 @@ from hushgrad import clipping
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.glm import losses
 from hushgrad.glm.gradients import NAME, clipped_sum, difference, linear_gradients
-from hushgrad.glm.rows import LONGEST, DenseRows, Rows, scaled_rows
+from hushgrad.glm.rows import LONGEST, DenseRows, RowSource, scaled_rows
 from hushgrad.types import PerSample
 
 LOSSES = {
@@ -47,7 +47,7 @@ def problem(
     scale: float = 1.0,
     kind=None,
     classes: int = 4,
-) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+) -> tuple[RowSource, torch.Tensor, torch.Tensor]:
     rng = torch.Generator().manual_seed(seed)
     x = scale * torch.randn(n, p, dtype=torch.float64, generator=rng)
     x = x * (torch.rand(n, p, generator=rng) < 0.7)
@@ -60,7 +60,7 @@ def problem(
     return scaled_rows(features, feature_norm=1.5, intercept=0.3), y, theta
 
 
-def each(rows: Rows) -> torch.Tensor:
+def each(rows: RowSource) -> torch.Tensor:
     """The rows as a plain tensor."""
     x = rows.x if isinstance(rows, DenseRows) else torch.from_numpy(rows.x.toarray())
     return x[: rows.count]
@@ -189,7 +189,7 @@ def test_a_records_arithmetic_does_not_depend_on_its_mates(loss, n, p, classes) 
     without = scaled_rows(x[1:], feature_norm=1.0, intercept=0.3)
     whole = scaled_rows(x, feature_norm=1.0, intercept=0.3)
 
-    def contributions(part: Rows, labels: torch.Tensor) -> torch.Tensor:
+    def contributions(part: RowSource, labels: torch.Tensor) -> torch.Tensor:
         """The clipped slopes, part by part as they are summed."""
         found = []
         for start in range(0, part.count, 1024):

@@ -17,7 +17,7 @@ from hushgrad.glm.minimising import minimiser
 from hushgrad.glm.perturbation import (
     OUTPUT_SHARE,
     TOLERANCE,
-    Problem,
+    PerturbationProblem,
     least_strength,
     objective_delta,
     objective_noise,
@@ -30,7 +30,9 @@ from hushgrad.noise import standard_normal
 from hushgrad.rng import Rng
 from hushgrad.types import Refused, Relation
 
-PROBLEM = Problem(losses.logistic(), 1, math.hypot(1, 0.3), 4.0, epsilon=1.0, delta=1e-5)
+PROBLEM = PerturbationProblem(
+    losses.logistic(), 1, math.hypot(1, 0.3), 4.0, epsilon=1.0, delta=1e-5
+)
 
 
 def records(n: int = 60, p: int = 3, classes: int = 1):
@@ -155,7 +157,7 @@ def test_the_noise_is_below_that_of_kifer_smith_and_thakurta() -> None:
     assert 0.5 * theirs < objective_noise(problem) < theirs
 
 
-def two_records_loss(problem: Problem, draws: int) -> np.ndarray:
+def two_records_loss(problem: PerturbationProblem, draws: int) -> np.ndarray:
     """Privacy losses of objective perturbation in one dimension, between {} and one record x = 1.
 
     With F = ℓ + Λθ²/2 the density of θ is known: this is the mechanism itself, not its bound.

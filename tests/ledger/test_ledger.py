@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from runs import STEPS, event, forked, opened, spend
 
 from hushgrad.accounting import gaussian, least_noise, poisson, repeated, uniformly_stopped
-from hushgrad.ledger import UNKNOWN, Budget, Entry, Ledger, Rule, Spend, renyi, total
+from hushgrad.ledger import UNKNOWN, Budget, Entry, Filter, Ledger, Spend, renyi, total
 from hushgrad.ledger import entry as entries
-from hushgrad.ledger.records import Row
+from hushgrad.ledger.records import RunRow
 from hushgrad.types import Refused, Relation
 
 RULES = [total(), renyi(8.0)]
@@ -28,7 +28,7 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "ledger.sqlite")
 
 
-def budget_of(ledger: Ledger, rule: Rule = RULES[0], epsilon: float = 3.0) -> Budget:
+def budget_of(ledger: Ledger, rule: Filter = RULES[0], epsilon: float = 3.0) -> Budget:
     return ledger.set_budget("census", epsilon=epsilon, delta=1e-5, rule=rule)
 
 
@@ -150,7 +150,7 @@ def test_a_run_without_noise_is_refused(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_plan_for_exactly_what_is_left_is_accepted(ledger: Ledger, rule: Rule) -> None:
+def test_a_plan_for_exactly_what_is_left_is_accepted(ledger: Ledger, rule: Filter) -> None:
     budget = budget_of(ledger, rule)
     opened(budget, spend(0.7, 3e-6))
     left = budget.left
@@ -255,7 +255,7 @@ def test_under_the_total_an_early_end_keeps_the_plans_cost(ledger: Ledger) -> No
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_run_that_reserved_nothing_gets_all_back(ledger: Ledger, rule: Rule) -> None:
+def test_a_run_that_reserved_nothing_gets_all_back(ledger: Ledger, rule: Filter) -> None:
     budget = budget_of(ledger, rule)
     opened(budget).settle(steps=0, event=None)
     assert set(budget.spent.values()) == {0.0}
@@ -387,11 +387,11 @@ def test_what_resuming_costs_is_charged_as_it_is_taken_over_or_not_at_all(ledger
     old = opened(budget, spend(1.0, 1e-6))
     old.ahead(8)
 
-    def dear(row: Row) -> tuple[Spend, str]:
+    def dear(row: RunRow) -> tuple[Spend, str]:
         assert row.position == 8
         return spend(2.5, 0.0), "again"
 
-    def refused(row: Row) -> None:
+    def refused(row: RunRow) -> None:
         raise Refused("no")
 
     for charge, message in ((dear, "at most 2 of epsilon"), (refused, "no")):
@@ -465,7 +465,7 @@ def test_after_a_loss_of_power_reserved_steps_have_an_unknown_digest(
 class Plain:
     """What a ledger has to remember, in a dictionary."""
 
-    def __init__(self, rule: Rule, limit: tuple[float, ...]) -> None:
+    def __init__(self, rule: Filter, limit: tuple[float, ...]) -> None:
         self.rule, self.limit = rule, limit
         self.costs: dict[str, list[tuple[float, ...]]] = {}
         self.position: dict[str, int] = {}
@@ -504,7 +504,7 @@ OPERATIONS = st.tuples(
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @given(operations=st.lists(OPERATIONS, max_size=30))
 def test_any_sequence_agrees_with_a_plain_model(
-    rule: Rule, operations: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+    rule: Filter, operations: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("model") / "ledger.sqlite"
     ledger = Ledger(path)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from runs import STEPS, event, forked, opened, spend
 
-from hushgrad.ledger import Ledger, Rule, renyi, total
+from hushgrad.ledger import Filter, Ledger, renyi, total
 from hushgrad.types import Refused
 
 RULES = [total(), renyi(8.0)]
@@ -23,7 +23,7 @@ RULES = [total(), renyi(8.0)]
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_racing_processes_cannot_overspend(tmp_path: Path, rule: Rule, processes: int) -> None:
+def test_racing_processes_cannot_overspend(tmp_path: Path, rule: Filter, processes: int) -> None:
     path = tmp_path / "ledger.sqlite"
     one = rule.cost(spend(0.3, 1e-7))
     with Ledger(path) as ledger:
@@ -131,7 +131,7 @@ def endless(path: Path, report: int, seed: int) -> None:
         tell("settled", entry.id)
 
 
-def check_after(path: Path, told: list[list[Any]], rule: Rule, before: tuple[float, ...]) -> None:
+def check_after(path: Path, told: list[list[Any]], rule: Filter, before: tuple[float, ...]) -> None:
     """What the killed process reported is in the ledger, and at most one thing more."""
     budget = Ledger(path).budget("census")
     account = budget.account
@@ -157,7 +157,7 @@ def check_after(path: Path, told: list[list[Any]], rule: Rule, before: tuple[flo
         assert known * (1 - 1e-9) - 1e-15 <= spent <= known + one * (1 + 1e-9)
 
 
-def kill_at_random(path: Path, rule: Rule, kills: int) -> int:
+def kill_at_random(path: Path, rule: Filter, kills: int) -> int:
     """Kill a working process so many times; how many different things it had just done."""
     chance, last = random.Random(kills), set()
     with Ledger(path) as ledger:
@@ -181,13 +181,13 @@ def kill_at_random(path: Path, rule: Rule, kills: int) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_twenty_kills_never_under_count(tmp_path: Path, rule: Rule) -> None:
+def test_twenty_kills_never_under_count(tmp_path: Path, rule: Filter) -> None:
     assert kill_at_random(tmp_path / "ledger.sqlite", rule, 20) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_hundreds_of_kills_never_under_count(tmp_path: Path, rule: Rule) -> None:
+def test_hundreds_of_kills_never_under_count(tmp_path: Path, rule: Filter) -> None:
     seen = [kill_at_random(tmp_path / f"{n}.sqlite", rule, 20 + n) for n in range(10)]
     assert max(seen) >= 3
 

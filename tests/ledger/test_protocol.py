@@ -35,13 +35,13 @@ from hypothesis.stateful import (
 
 import hushgrad as hg
 from hushgrad.accounting import gaussian, poisson
-from hushgrad.ledger import Budget, Ledger, Rule, Spend, renyi, total
+from hushgrad.ledger import Budget, Filter, Ledger, Spend, renyi, total
 from hushgrad.ledger import entry as entries
 from hushgrad.ledger.file import File
 from hushgrad.ledger.spending import read
 from hushgrad.run import charging
 from hushgrad.run.charging import own_ledger
-from hushgrad.run.resuming import CHECKPOINT, KEY, Memory, remembered
+from hushgrad.run.resuming import CHECKPOINT, KEY, RunStore, remembered
 from hushgrad.types import Refused, Relation
 
 STEPS, AHEAD, SIGMA, RATE, ORDER = 6, 2, 2.0, 0.25, 8.0
@@ -141,7 +141,7 @@ class Truth:
 class Training:
     """A run with weights of 8 bytes. Its sums follow from batch, weights and arithmetic."""
 
-    def __init__(self, truth: Truth, memory: Memory, arithmetic: int) -> None:
+    def __init__(self, truth: Truth, memory: RunStore, arithmetic: int) -> None:
         self.truth, self.memory, self.arithmetic = truth, memory, arithmetic
         self.position = self.steps_taken = 0
         self.weights = b"start"
@@ -204,7 +204,7 @@ class Protocol(RuleBasedStateMachine):
         self.path = self.home / "ledger.sqlite"
 
     @initialize(rule=st.sampled_from([total(), AT_ORDER]))
-    def begin(self, rule: Rule) -> None:
+    def begin(self, rule: Filter) -> None:
         with Ledger(self.path) as ledger:
             ledger.set_budget("census", epsilon=1e6, delta=0.9, rule=rule)
 
@@ -367,7 +367,7 @@ class Protocol(RuleBasedStateMachine):
     def _budget(self, folder: Folder) -> Budget | None:
         return None if folder.own else Ledger(self.path).budget("census")
 
-    def _memory(self, folder: Folder, *, resume: bool, edited: int) -> Memory:
+    def _memory(self, folder: Folder, *, resume: bool, edited: int) -> RunStore:
         return remembered(
             plan=PLAN,
             rng=hg.Rng.from_os(),
@@ -445,7 +445,7 @@ class TestProtocolLonger(Protocol.TestCase):  # type: ignore[misc]
 USUAL = {"which": 0, "edited": 0, "arithmetic": 0, "lost": False, "older": None, "fuse": None}
 
 
-def begun(rule: Rule, steps: int, *, own: bool = False) -> Protocol:
+def begun(rule: Filter, steps: int, *, own: bool = False) -> Protocol:
     machine = Protocol()
     machine.begin(rule=rule)
     machine.start(own=own, steps=steps, fuse=None)
@@ -554,7 +554,7 @@ def kills(machine: Protocol) -> None:
     ],
 )
 def test_an_attack_is_charged_or_refused(
-    attack: Callable[[Protocol], None], own: bool, rule: Rule
+    attack: Callable[[Protocol], None], own: bool, rule: Filter
 ) -> None:
     machine = begun(rule, 4, own=own)
     try:

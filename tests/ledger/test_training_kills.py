@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import hushgrad as hg
 from hushgrad.launch.loop import carry_out, start
 from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end
-from hushgrad.ledger import Budget, Entry, Ledger, Rule, renyi, total
+from hushgrad.ledger import Budget, Entry, Filter, Ledger, renyi, total
 from hushgrad.ledger.file import File
 from hushgrad.run import checkpoint, resuming
 from hushgrad.types import Refused
@@ -98,7 +98,7 @@ def plan_cost(budget: Budget) -> tuple[float, ...]:
     return budget.account.charges[0].cost
 
 
-def kill_at_random(folder: Path, rule: Rule, kills: int) -> None:
+def kill_at_random(folder: Path, rule: Filter, kills: int) -> None:
     path, chance = folder / "ledger.sqlite", random.Random(kills)
     Ledger(path).set_budget("census", epsilon=1e4, delta=0.5, rule=rule)
     weights: dict[int, str] = {}
@@ -128,13 +128,13 @@ def kill_at_random(folder: Path, rule: Rule, kills: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_ten_kills_of_training_each_way(tmp_path: Path, rule: Rule) -> None:
+def test_ten_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
     kill_at_random(tmp_path, rule, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_hundred_kills_of_training_each_way(tmp_path: Path, rule: Rule) -> None:
+def test_a_hundred_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
     kill_at_random(tmp_path, rule, 100)
 
 

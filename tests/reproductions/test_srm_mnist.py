@@ -13,7 +13,7 @@ from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
 from hushgrad.points import distance, point
 from hushgrad.reproductions import srm_mnist
-from hushgrad.reproductions.study import Settings
+from hushgrad.reproductions.study import StudySettings
 
 
 def stripes(records: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_the_whole_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     short = [dataclasses.replace(m, batch=50, passes=2) for m in srm_mnist.METHODS]
     monkeypatch.setattr(srm_mnist, "METHODS", short)
     monkeypatch.setattr(srm_mnist, "EPSILONS", (20.0, 50.0))
-    srm_mnist.srm_mnist(Settings(tmp_path, seeds=1))
+    srm_mnist.srm_mnist(StudySettings(tmp_path, seeds=1))
     assert {path.name for path in tmp_path.iterdir()} == {
         "srm-mnist.json",
         "srm-mnist.md",

@@ -18,7 +18,7 @@ from hushgrad.glm import PrivateLogisticRegression
 from hushgrad.reproductions.linear import PENALTY, minimum, perturbed, problem
 from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
 from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
-from hushgrad.reproductions.study import Figure, Settings, Table, figures
+from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.types import Relation
 
 MODULE = importlib.import_module("hushgrad.reproductions.srm_table2")
@@ -150,7 +150,7 @@ def test_the_whole_table_on_few_records(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(MODULE, "METHODS", quick)
     monkeypatch.setattr(MODULE, "EPSILONS", (2.0, 3.0))
     lines: list[str] = []
-    srm_table2(Settings(tmp_path, seeds=2, progress=lines.append))
+    srm_table2(StudySettings(tmp_path, seeds=2, progress=lines.append))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"srm-table2-a9a.md", "srm-table2-a9a.json", "srm-figure1-a9a.png"}
     table = json.loads((tmp_path / "srm-table2-a9a.json").read_text())

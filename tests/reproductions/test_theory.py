@@ -13,11 +13,11 @@ from hushgrad.reproductions import glm_lower_bound as lower
 from hushgrad.reproductions import lazy_region as lazy
 from hushgrad.reproductions.descending import noise_multiplier
 from hushgrad.reproductions.glm_lower_bound import LOGISTIC, SQUARED
-from hushgrad.reproductions.study import Settings
+from hushgrad.reproductions.study import StudySettings
 
 
-def settings(out: Path, seeds: int = 2) -> Settings:
-    return Settings(data=None, out=out, seeds=seeds, progress=lambda line: None)
+def settings(out: Path, seeds: int = 2) -> StudySettings:
+    return StudySettings(data=None, out=out, seeds=seeds, progress=lambda line: None)
 
 
 def rows(path: Path) -> list[dict[str, object]]:

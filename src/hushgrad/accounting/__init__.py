@@ -27,11 +27,11 @@ with its conditions checked.
 
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, Pld, Rdp
 from hushgrad.accounting.additive import ACCOUNTANTS, GDP, ZCDP, Gdp, Zcdp
-from hushgrad.accounting.calibration import Guarantee, Target, calibrate, least_noise, most
+from hushgrad.accounting.calibration import Calibrated, Target, calibrate, least_noise, most
 from hushgrad.accounting.events import gaussian, poisson, uniformly_stopped
 from hushgrad.accounting.group import group_epsilon
 from hushgrad.accounting.training import (
-    Drawn,
+    SamplingOf,
     Training,
     fixed_batches,
     full_batches,
@@ -55,13 +55,13 @@ __all__ = [
     "RDP",
     "ZCDP",
     "Accountant",
-    "Drawn",
+    "Calibrated",
     "Gdp",
-    "Guarantee",
     "MixedDpEvent",
     "Pld",
     "PureDpEvent",
     "Rdp",
+    "SamplingOf",
     "ShuffledDpEvent",
     "Target",
     "Training",

@@ -25,7 +25,7 @@ _TRIES = 6
 
 
 @dataclass(frozen=True)
-class Question:
+class NoiseSearch:
     """Which noise spends between `least` and `most` by this accountant at this δ."""
 
     event_of: Callable[[float], DpEvent]
@@ -47,7 +47,7 @@ class Question:
         return gaussian_epsilon(1 / mu, delta=self.delta) if mu else math.nan
 
 
-def aimed(asked: Question) -> tuple[float, float] | None:
+def aimed(asked: NoiseSearch) -> tuple[float, float] | None:
     """A noise multiplier whose ε was confirmed to be within the limits, and that ε.
 
     None where the quick way does not get there; a slower search then has to.
@@ -58,7 +58,7 @@ def aimed(asked: Question) -> tuple[float, float] | None:
         return None
 
 
-def _aimed(asked: Question) -> tuple[float, float] | None:
+def _aimed(asked: NoiseSearch) -> tuple[float, float] | None:
     aim = math.sqrt(asked.least * asked.most)
     line = _Line(1.0, 1.0)
     if not line.follow(asked.about, (0.99 * aim, 1.01 * aim)):
@@ -70,7 +70,7 @@ def _aimed(asked: Question) -> tuple[float, float] | None:
     return (line.last, line.spent) if found else None
 
 
-def _by_coarse_grids(line: _Line, asked: Question, interval: float, aim: float) -> bool:
+def _by_coarse_grids(line: _Line, asked: NoiseSearch, interval: float, aim: float) -> bool:
     """Go near the aim on a grid ten times as coarse, less what that one over-states."""
     if not line.follow(asked.spend_by(Pld(10 * interval)), (0.99 * aim, 1.01 * aim)):
         return False

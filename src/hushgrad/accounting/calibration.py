@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import PLD, Accountant, require_delta
-from hushgrad.accounting.aiming import Question, aimed
+from hushgrad.accounting.aiming import NoiseSearch, aimed
 from hushgrad.accounting.training import Training
 from hushgrad.types import Refused, Relation
 
@@ -53,7 +53,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Guarantee:
+class Calibrated:
     """A run and what it guarantees, with everything that the two numbers depend on."""
 
     training: Training
@@ -70,7 +70,7 @@ def calibrate(
     epsilon: float | None = None,
     relation: Relation = Relation.ADD_REMOVE,
     accountant: Accountant = PLD,
-) -> Guarantee:
+) -> Calibrated:
     """Find what is missing: exactly one of ε and the run's noise, steps and batch.
 
     Guarantees: the ε of the result, by this accountant, is at most the one asked for, and within
@@ -90,9 +90,9 @@ def calibrate(
         )
     if epsilon is None:
         spent = accountant.epsilon(training.event, delta=delta, relation=relation)
-        return Guarantee(training, spent, delta, relation, accountant.name)
+        return Calibrated(training, spent, delta, relation, accountant.name)
     found, spent = _completed(training, missing[0], Target(epsilon, delta, relation, accountant))
-    return Guarantee(found, spent, delta, relation, accountant.name)
+    return Calibrated(found, spent, delta, relation, accountant.name)
 
 
 def _completed(training: Training, name: str, target: Target) -> tuple[Training, float]:
@@ -126,7 +126,7 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
         return _frontier(spend, epsilon, safe=safe, stride=stride, limit=_LEAST_NOISE)
 
     near = target.epsilon * (1 - _NEAR)
-    asked = Question(
+    asked = NoiseSearch(
         event_of, target.accountant, target.delta, target.relation, near, target.epsilon
     )
     return aimed(asked) or _confirmed(event_of, target, search)

@@ -17,7 +17,7 @@ from hushgrad.sampling import (
     WithoutReplacement,
 )
 
-Drawn = Callable[[int, int], Sampling]
+SamplingOf = Callable[[int, int], Sampling]
 """A batch's size and the number of records, to the sampling that draws such batches."""
 
 
@@ -41,7 +41,7 @@ def full_batches(batch: int, records: int) -> Sampling:
     return FullBatch()
 
 
-def truncated_batches(max_batch: int) -> Drawn:
+def truncated_batches(max_batch: int) -> SamplingOf:
     """Poisson sampling in which a batch larger than `max_batch` is cut to it at random."""
     return lambda batch, records: TruncatedPoisson(batch / records, max_batch)
 
@@ -58,7 +58,7 @@ class Training:
     batch: int | None
     noise_multiplier: float | None
     steps: int | None
-    drawn: Drawn = poisson_batches
+    drawn: SamplingOf = poisson_batches
 
     def __post_init__(self) -> None:
         if self.batch is not None and not 1 <= self.batch <= self.records:

@@ -4,7 +4,7 @@
 """
 
 from hushgrad.algorithms.adaptive import Agd
-from hushgrad.algorithms.algorithm import Algorithm, Course, Stage
+from hushgrad.algorithms.algorithm import Algorithm, Conditions, StepPlan
 from hushgrad.algorithms.federated import FedAvg
 from hushgrad.algorithms.local import LocalGd, hemisphere, report
 from hushgrad.algorithms.output import Output, average, last, noisy_min, smallest, stopped, uniform
@@ -18,7 +18,7 @@ __all__ = [
     "Algorithm",
     "Ball",
     "Box",
-    "Course",
+    "Conditions",
     "FedAvg",
     "LocalGd",
     "Output",
@@ -27,7 +27,7 @@ __all__ = [
     "Simplex",
     "SpiderBoost",
     "Srm",
-    "Stage",
+    "StepPlan",
     "average",
     "hemisphere",
     "last",

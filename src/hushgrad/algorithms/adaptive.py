@@ -13,9 +13,9 @@ from dp_accounting.dp_event import NoOpDpEvent, ZCDpEvent
 from torch import Tensor
 
 from hushgrad.algorithms.algorithm import (
-    Course,
-    Stage,
+    Conditions,
     State,
+    StepPlan,
     check_output,
     refuse_direct,
     require_full,
@@ -27,7 +27,7 @@ from hushgrad.gradients.constants import opened
 from hushgrad.gradients.guards import restored
 from hushgrad.noise import gaussian, release
 from hushgrad.points import Values, norm, point, swapped
-from hushgrad.run.step import Part, Round, Term, gradient_of
+from hushgrad.run.step import Part, StepContext, Summand, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation
 
 _MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that a record keeps its bits
@@ -75,49 +75,49 @@ class Agd:
                 "and 20 are usual"
             )
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every step sees every record."""
-        return Stage(course.sampling)
+        return StepPlan(conditions.sampling)
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """The whole budget, however many steps it lasts for."""
         if noise_multiplier == 0:
             return NonPrivateDpEvent()
-        return ZCDpEvent(budget(noise_multiplier, course.relation)) if steps else NoOpDpEvent()
+        return ZCDpEvent(budget(noise_multiplier, conditions.relation)) if steps else NoOpDpEvent()
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse sampled batches, which zCDP does not gain from."""
-        require_full(course, "DP-AGD")
+        require_full(conditions, "DP-AGD")
         refuse_direct(self.output)
-        check_output(self.output, course)
+        check_output(self.output, conditions)
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """Measure, choose, and measure again until a step is chosen or nothing is left."""
-        rho = budget(round.noise.noise_multiplier, round.relation)
+        rho = budget(context.noise.noise_multiplier, context.relation)
         if not state:
             share = rho / (2 * self.splits)
             state = {"left": rho * (1 - _EPSILON_OF_ROUNDING), "gradient": share, "chosen": []}
             state |= {"longest": self.longest_step, "over": False}
         choice = rho / (2 * self.splits)
         left, cost, known = state["left"], state["gradient"], 0.0
-        penalty, round.regulariser = round.regulariser, None  # steps are chosen with it
+        penalty, context.regulariser = context.regulariser, None  # steps are chosen with it
         total: dict[str, Tensor] = {}
-        still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in round.params.items()}
+        still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in context.params.items()}
         if left < cost + choice:
             return still, state | {"over": True}
-        bounded = round.work.sum(lambda part: [Term(part.here, round.clip)])
-        decay = gradient_of(penalty, round.params) if penalty else {}
+        bounded = context.work.sum(lambda part: [Summand(part.here, context.clip)])
+        decay = gradient_of(penalty, context.params) if penalty else {}
         while left >= cost + choice:
             left -= cost + choice
-            fresh = _measured(bounded, cost, round)
+            fresh = _measured(bounded, cost, context)
             total = {n: _mean(total.get(n), known, x, cost) for n, x in fresh.items()}
             known += cost
-            mean = {n: x / round.divisor + decay.get(n, 0.0) for n, x in total.items()}
+            mean = {n: x / context.divisor + decay.get(n, 0.0) for n, x in total.items()}
             size = norm(mean) or 1.0
             lengths = [state["longest"] * k / (self.choices - 1) for k in range(self.choices)]
-            ends = [_moved(round.params, mean, length / size) for length in lengths]
-            scores = self._objectives(round, ends, penalty)
-            length = lengths[self._least(scores, choice, round)]
+            ends = [_moved(context.params, mean, length / size) for length in lengths]
+            scores = self._objectives(context, ends, penalty)
+            length = lengths[self._least(scores, choice, context)]
             if length:
                 moved = {n: x * (length / size) for n, x in mean.items()}
                 return moved, self._later(state, left, known, length)
@@ -137,30 +137,30 @@ class Agd:
         return state | later
 
     def _objectives(
-        self, round: Round, ends: Sequence[Values], penalty: Callable[[], Tensor] | None
+        self, context: StepContext, ends: Sequence[Values], penalty: Callable[[], Tensor] | None
     ) -> Tensor:
         """The objective's sum over records at each end, of clamped losses; private."""
         found = torch.zeros(len(ends), dtype=torch.float64)
         for k, end in enumerate(ends):
             # The same draws at every end, and no two records with the same.
-            with torch.no_grad(), torch.random.fork_rng(), swapped(round.params, end):
-                for part in round.work.parts():
+            with torch.no_grad(), torch.random.fork_rng(), swapped(context.params, end):
+                for part in context.work.parts():
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
-                    found[k] += round.divisor * float(penalty())
+                    found[k] += context.divisor * float(penalty())
         farthest = FARTHEST * self.largest_loss
         return found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
 
-    def _least(self, scores: Tensor, rho: float, round: Round) -> int:
+    def _least(self, scores: Tensor, rho: float, context: StepContext) -> int:
         # Each score moves by at most `most`, also where a record is replaced: not a bound on all.
         most = self.largest_loss * (1 + SUM_SLACK)
         noised = release(
             Bounded({"scores": scores}, most, most),
             choosing(math.sqrt(2 * rho)),
-            rng=round.rng.derive("choice", len(round.releases)),
-            step=round.step,
+            rng=context.rng.derive("choice", len(context.releases)),
+            step=context.step,
         )
-        round.releases.append(noised)  # so that another choice is not taken for a replay
+        context.releases.append(noised)  # so that another choice is not taken for a replay
         return int(noised.values["scores"].argmin())
 
 
@@ -175,13 +175,13 @@ def budget(noise_multiplier: float, relation: Relation) -> float:
     return (double / noise_multiplier) ** 2 / 2
 
 
-def _measured(bounded: Bounded, rho: float, round: Round) -> dict[str, Tensor]:
+def _measured(bounded: Bounded, rho: float, context: StepContext) -> dict[str, Tensor]:
     """Release the sum at a cost of ρ; each time with noise of its own."""
-    double = bounded.sensitivity(round.relation) / bounded.l2
+    double = bounded.sensitivity(context.relation) / bounded.l2
     noise = gaussian(double / math.sqrt(2 * rho))
-    rng = round.rng.derive("measured", len(round.releases))
-    round.releases.append(release(bounded, noise, rng=rng, step=round.step))
-    return round.releases[-1].values
+    rng = context.rng.derive("measured", len(context.releases))
+    context.releases.append(release(bounded, noise, rng=rng, step=context.step))
+    return context.releases[-1].values
 
 
 def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:

@@ -20,7 +20,7 @@ from hushgrad.clipping.rules import Adaptive, Clip
 from hushgrad.events import repeated
 from hushgrad.noise import gaussian
 from hushgrad.rng import Rng
-from hushgrad.run.step import Round
+from hushgrad.run.step import StepContext
 from hushgrad.sampling import FullBatch, Poisson, Sampling, Scheme, WithoutReplacement
 from hushgrad.sampling.draws import Positions
 from hushgrad.types import Params, Refused, Relation
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Course:
+class Conditions:
     """What a plan says of its steps: sampling, public number of records, relation, clipping."""
 
     sampling: Sampling
@@ -40,7 +40,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StepPlan:
     """The batch of one step, and its noise multiplier relative to the plan's."""
 
     sampling: Sampling
@@ -63,16 +63,16 @@ class Algorithm(Protocol):
     def carries_metrics(self) -> bool:
         """True if each step releases one sum, beside which metrics can ride."""
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """The batch and the noise of one step."""
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """The first steps of a run, as one event; the output's choice is not in it."""
 
-    def check(self, course: Course) -> None:
-        """Refuse a course that the algorithm, or its output rule, cannot take."""
+    def check(self, conditions: Conditions) -> None:
+        """Refuse conditions that the algorithm, or its output rule, cannot take."""
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The estimate of the gradient that the optimizer is given, and what to remember.
 
         A state with a true "over" ends the run.
@@ -83,7 +83,7 @@ class Algorithm(Protocol):
 
 
 def composed(
-    stages: Iterable[tuple[Stage, int]], noise_multiplier: float, course: Course
+    stages: Iterable[tuple[StepPlan, int]], noise_multiplier: float, conditions: Conditions
 ) -> DpEvent:
     """The event of steps that release one sum each, with Gaussian noise: each stage's, so often.
 
@@ -91,22 +91,22 @@ def composed(
     """
     counts = [(stage, count) for stage, count in stages if count]
 
-    def event(stage: Stage) -> DpEvent:
+    def event(stage: StepPlan) -> DpEvent:
         return gaussian(noise_multiplier * stage.noise).event
 
     if len(counts) == 1:
-        (stage, count), records = counts[0], course.records
+        (stage, count), records = counts[0], conditions.records
         return stage.sampling.run_event(event(stage), num_records=records, num_steps=count)
     each = [
-        repeated(count, stage.sampling.amplify(event(stage), num_records=course.records))
+        repeated(count, stage.sampling.amplify(event(stage), num_records=conditions.records))
         for stage, count in counts
     ]
     return ComposedDpEvent(each) if each else repeated(0, gaussian(noise_multiplier).event)
 
 
-def counted(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
+def counted(stages: Iterable[StepPlan]) -> list[tuple[StepPlan, int]]:
     """Each stage once, in the order of their first steps, with how often it comes."""
-    found: list[tuple[Stage, int]] = []
+    found: list[tuple[StepPlan, int]] = []
     for stage in stages:
         for k, (known, count) in enumerate(found):
             if known == stage:
@@ -117,9 +117,9 @@ def counted(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
     return found
 
 
-def resized(course: Course, batch: int | None) -> Sampling:
-    """The course's sampling with batches of another expected size; None leaves it as it is."""
-    sampling, records = course.sampling, course.records
+def resized(conditions: Conditions, batch: int | None) -> Sampling:
+    """Their sampling with batches of another expected size; None leaves it as it is."""
+    sampling, records = conditions.sampling, conditions.records
     if batch is None or batch == sampling.expected_batch(records):
         return sampling
     if not 1 <= batch <= records:
@@ -137,28 +137,29 @@ def resized(course: Course, batch: int | None) -> Sampling:
     )
 
 
-def check_output(output: Output, course: Course) -> None:
-    """Refuse a course that the output rule's accounting does not cover."""
+def check_output(output: Output, conditions: Conditions) -> None:
+    """Refuse conditions that the output rule's accounting does not cover."""
     if not output.exhaustive:
         return
-    if not isinstance(course.sampling, FullBatch):
+    if not isinstance(conditions.sampling, FullBatch):
         raise Refused(
             f"expected full batches with the output {output}, whose choice would share the chance "
-            f"of sampled ones, got {course.sampling.statement}; sample with FullBatch(), or use "
+            f"of sampled ones, got {conditions.sampling.statement}; sample with FullBatch(), or "
+            "use "
             "smallest(), which costs nothing"
         )
-    if isinstance(course.clip, Adaptive):
+    if isinstance(conditions.clip, Adaptive):
         raise Refused(
             f"expected one clipping norm for all steps with the output {output}, got "
-            f"{course.clip!r}; clip by a fixed rule"
+            f"{conditions.clip!r}; clip by a fixed rule"
         )
 
 
-def require_full(course: Course, name: str) -> None:
+def require_full(conditions: Conditions, name: str) -> None:
     """Refuse sampled batches."""
-    if not isinstance(course.sampling, FullBatch):
+    if not isinstance(conditions.sampling, FullBatch):
         raise Refused(
-            f"expected full batches with {name}, got {course.sampling.statement}; pass "
+            f"expected full batches with {name}, got {conditions.sampling.statement}; pass "
             "sampling=FullBatch()"
         )
 
@@ -176,7 +177,7 @@ def refuse_direct(output: Output) -> None:
 class Scheduled:
     """The batches of an algorithm whose steps do not all sample alike, drawn step by step."""
 
-    stage: Callable[[int], Stage]
+    stage: Callable[[int], StepPlan]
     relations: frozenset[Relation]
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:

@@ -10,7 +10,7 @@ import torch
 from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
+from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, check_output, composed
 from hushgrad.algorithms.output import Output, last
 from hushgrad.batches.records import count, map_tensors
 from hushgrad.gradients import Gradients
@@ -21,7 +21,7 @@ from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.guards import check_parameters, restored
 from hushgrad.numerics import wide
 from hushgrad.points import point, swapped
-from hushgrad.run.step import Part, Round, Term
+from hushgrad.run.step import Part, StepContext, Summand
 from hushgrad.types import Params
 
 
@@ -53,21 +53,21 @@ class FedAvg:
                 f"{self.local_rate} and {self.local_steps}; 0.1 and 1 are a start"
             )
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every round alike."""
-        return Stage(course.sampling)
+        return StepPlan(conditions.sampling)
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """One release for each round."""
-        return composed([(self.stage(0, course), steps)], noise_multiplier, course)
+        return composed([(self.stage(0, conditions), steps)], noise_multiplier, conditions)
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse what the output rule does not cover."""
-        check_output(self.output, course)
+        check_output(self.output, conditions)
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The noisy mean of the clients' clipped updates."""
-        return round.mean(lambda part: [Term(self.updates(part), round.clip)]), state
+        return context.mean(lambda part: [Summand(self.updates(part), context.clip)]), state
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step."""

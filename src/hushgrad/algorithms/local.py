@@ -18,9 +18,9 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from hushgrad.algorithms.algorithm import (
-    Course,
-    Stage,
+    Conditions,
     State,
+    StepPlan,
     check_output,
     refuse_direct,
     require_full,
@@ -34,7 +34,7 @@ from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.noise import gaussian, release, standard_normal
 from hushgrad.rng import Rng
-from hushgrad.run.step import Round
+from hushgrad.run.step import StepContext
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
 
 Reports = Float64[Tensor, "records entries"]
@@ -58,45 +58,45 @@ class LocalGd:
     output: Output = last
     carries_metrics: ClassVar[bool] = False
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every step alike."""
-        return Stage(course.sampling)
+        return StepPlan(conditions.sampling)
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """One report of the record for each step."""
         if noise_multiplier == 0:
             return NonPrivateDpEvent()
         pure = PureDpEvent(1 / noise_multiplier)
         return repeated(steps, pure if self.pure else gaussian(noise_multiplier).event)
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse all but full batches and replace-one."""
-        require_full(course, "local differential privacy")
+        require_full(conditions, "local differential privacy")
         refuse_direct(self.output)
-        check_output(self.output, course)
-        if course.relation is not Relation.REPLACE_ONE:
+        check_output(self.output, conditions)
+        if conditions.relation is not Relation.REPLACE_ONE:
             raise Refused(
                 "expected replace-one with local differential privacy, which compares any two "
-                f"records, got {course.relation.value}; pass relation=Relation.REPLACE_ONE"
+                f"records, got {conditions.relation.value}; pass relation=Relation.REPLACE_ONE"
             )
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The mean of the reports."""
-        sizes = {name: p.numel() for name, p in round.params.items()}
+        sizes = {name: p.numel() for name, p in context.params.items()}
         total = torch.zeros(sum(sizes.values()), dtype=torch.float64)
-        for index, part in enumerate(round.work.parts()):
-            rows, bound = clipped_rows(part.here, round)
+        for index, part in enumerate(context.work.parts()):
+            rows, bound = clipped_rows(part.here, context)
             # Two micro-batches with the same records must not get the same noise.
-            rng = round.rng.derive("reports", index)
-            sigma = round.noise.noise_multiplier
+            rng = context.rng.derive("reports", index)
+            sigma = context.noise.noise_multiplier
             if self.pure and sigma:
-                round.releases.append(_sent(rows, 1 / sigma, bound, rng, round.step))
+                context.releases.append(_sent(rows, 1 / sigma, bound, rng, context.step))
             else:
                 bounded = Bounded({"reports": rows}, bound)
-                round.releases.append(release(bounded, round.noise, rng=rng, step=round.step))
-            total += round.releases[-1].values["reports"].sum(0)
-        pieces = (total / round.divisor).split(list(sizes.values()))
-        found = zip(round.params.items(), pieces, strict=True)
+                context.releases.append(release(bounded, context.noise, rng=rng, step=context.step))
+            total += context.releases[-1].values["reports"].sum(0)
+        pieces = (total / context.divisor).split(list(sizes.values()))
+        found = zip(context.params.items(), pieces, strict=True)
         return {n: x.reshape(p.shape).to(p.device) for (n, p), x in found}, state
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
@@ -104,20 +104,20 @@ class LocalGd:
         optimizer.step()
 
 
-def clipped_rows(gradients: Gradients, round: Round) -> tuple[Reports, float]:
+def clipped_rows(gradients: Gradients, context: StepContext) -> tuple[Reports, float]:
     """Each record's clipped gradient as one row in float64, and the bound on its norm."""
-    params, records, gradients = round.params, gradients.batch, gradients.of_records_alone()
+    params, records, gradients = context.params, gradients.batch, gradients.of_records_alone()
     rows = {}
     for name, p in params.items():
         uses = gradients.factors[name].values()
         written = [use.materialised().reshape(records, *p.shape) for use in uses]
         rows[name] = sum(written, p.new_zeros(records, *p.shape))
     dense: Factors = {name: {(0,): Dense(x)} if records else {} for name, x in rows.items()}
-    partition = round.work.groups(tuple(params))
+    partition = context.work.groups(tuple(params))
     norms = partition.norms(Gradients(dense, params, gradients.losses, in_turn(records)).sq_norms())
-    shares = partition.spread(round.clip.weights(norms))
+    shares = partition.spread(context.clip.weights(norms))
     flat = [_weighted(rows[name], shares[name]) for name in params]
-    return torch.cat(flat, 1).cpu(), round.clip.bound(len(partition.names)) * (1 + SUM_SLACK)
+    return torch.cat(flat, 1).cpu(), context.clip.bound(len(partition.names)) * (1 + SUM_SLACK)
 
 
 def _weighted(rows: Tensor, weights: Float64[Tensor, " records"]) -> Reports:

@@ -19,7 +19,7 @@ from hushgrad.noise import Noise, laplace, release
 from hushgrad.noise.releasing import GRID_BITS
 from hushgrad.points import norm, point
 from hushgrad.rng import Rng
-from hushgrad.run.step import Round
+from hushgrad.run.step import StepContext
 from hushgrad.types import Bounded, Params
 
 Rounds = Callable[[int], DpEvent]
@@ -52,7 +52,7 @@ class Output:
     event: Callable[[Rounds, int], DpEvent] = lambda rounds, steps: rounds(steps)
     begin: Callable[[int, Rng], Kept] = lambda steps, rng: {}
     length: Callable[[Kept, int], int] = lambda kept, steps: steps
-    before: Callable[[Kept, Round], Kept] = lambda kept, round: kept
+    before: Callable[[Kept, StepContext], Kept] = lambda kept, context: kept
     after: Callable[[Kept, Params, int], Kept] = lambda kept, params, taken: kept
     result: Callable[[Kept], Mapping[str, Tensor] | None] = lambda kept: kept.get("point") or None
     silent: bool = False
@@ -141,11 +141,11 @@ def smallest() -> Output:
     the variance of the noise in each: the mean of what is compared is that of |∇|².
     """
 
-    def before(kept: Kept, round: Round) -> Kept:
-        found = {name: p.grad for name, p in round.params.items() if p.grad is not None}
-        deviation = round.noise.noise_multiplier * round.releases[-1].l2 / round.divisor
-        entries = sum(p.numel() for p in round.params.values())
-        return _less(kept, norm(found) ** 2 - entries * deviation**2, round.params)
+    def before(kept: Kept, context: StepContext) -> Kept:
+        found = {name: p.grad for name, p in context.params.items() if p.grad is not None}
+        deviation = context.noise.noise_multiplier * context.releases[-1].l2 / context.divisor
+        entries = sum(p.numel() for p in context.params.values())
+        return _less(kept, norm(found) ** 2 - entries * deviation**2, context.params)
 
     return Output(
         "smallest",
@@ -169,19 +169,19 @@ def noisy_min(epsilon: float) -> Output:
     """
     noise = choosing(epsilon)
 
-    def before(kept: Kept, round: Round) -> Kept:
-        assert round.bounded is not None
-        mean = {n: round.bounded.sum[n].double() / round.divisor for n in round.params}
-        mean |= {n: mean[n] + extra.double() for n, extra in round.penalty.items()}
-        most = round.bounded.sensitivity(round.relation) / round.divisor
+    def before(kept: Kept, context: StepContext) -> Kept:
+        assert context.bounded is not None
+        mean = {n: context.bounded.sum[n].double() / context.divisor for n in context.params}
+        mean |= {n: mean[n] + extra.double() for n, extra in context.penalty.items()}
+        most = context.bounded.sensitivity(context.relation) / context.divisor
         size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
         score = release(
             Bounded({"norm": size}, most, most),
             noise,
-            rng=round.rng.derive("choice"),
-            step=round.step,
+            rng=context.rng.derive("choice"),
+            step=context.step,
         )
-        return _less(kept, float(score.values["norm"]), round.params)
+        return _less(kept, float(score.values["norm"]), context.params)
 
     return Output(
         f"noisy_min({epsilon})",

@@ -16,9 +16,9 @@ from dp_accounting import DpEvent
 from torch import Tensor
 
 from hushgrad.algorithms.algorithm import (
-    Course,
-    Stage,
+    Conditions,
     State,
+    StepPlan,
     check_output,
     composed,
     refuse_direct,
@@ -28,7 +28,7 @@ from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.gradients import difference
 from hushgrad.points import Values, distance, norm, point
-from hushgrad.run.step import Ask, Part, Round, Term
+from hushgrad.run.step import Ask, Part, StepContext, Summand
 from hushgrad.types import Params
 
 _SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two points are the same
@@ -101,33 +101,33 @@ class Srm:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}; leave it out")
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """The first batch may be larger than the others."""
         if step:
-            return Stage(course.sampling)
-        return Stage(resized(course, self.first_batch), self.first_noise)
+            return StepPlan(conditions.sampling)
+        return StepPlan(resized(conditions, self.first_batch), self.first_noise)
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """One release for each step: two points share a batch, and its event."""
-        first, other = self.stage(0, course), self.stage(1, course)
+        first, other = self.stage(0, conditions), self.stage(1, conditions)
         if first == other:
-            return composed([(first, steps)], noise_multiplier, course)
+            return composed([(first, steps)], noise_multiplier, conditions)
         stages = [(first, min(steps, 1)), (other, max(steps - 1, 0))]
-        return composed(stages, noise_multiplier, course)
+        return composed(stages, noise_multiplier, conditions)
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse a first batch that cannot be drawn, and what the output rule does not cover."""
-        resized(course, self.first_batch)
+        resized(conditions, self.first_batch)
         refuse_direct(self.output)
-        check_output(self.output, course)
+        check_output(self.output, conditions)
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The recursion; what is remembered is the released estimate and its point."""
-        here = point(round.params)
+        here = point(context.params)
         if not state:
-            estimate = round.mean(lambda part: [Term(part.here, round.clip)])
+            estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
         else:
-            fresh = round.mean(self._query(round, state["point"]))
+            fresh = context.mean(self._query(context, state["point"]))
             old = state["estimate"]
             estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
@@ -138,24 +138,24 @@ class Srm:
             shorten(params, self.step_norm)
         optimizer.step()
 
-    def _query(self, round: Round, before: Values) -> Ask:
+    def _query(self, context: StepContext, before: Values) -> Ask:
         gamma, combined = self.gamma, self.combined_clip
         if combined is not None:
 
-            def one_clip(part: Part) -> list[Term]:
+            def one_clip(part: Part) -> list[Summand]:
                 old, new = part.at(before), part.here
                 both = gamma * new + (1 - gamma) * difference(new, old)
-                return [Term(both, combined, losses=new.losses)]
+                return [Summand(both, combined, losses=new.losses)]
 
             return one_clip
         assert self.difference_clip is not None
-        clip = settled(self.difference_clip, round, before)
+        clip = settled(self.difference_clip, context, before)
 
-        def two_clips(part: Part) -> list[Term]:
+        def two_clips(part: Part) -> list[Summand]:
             old, new = part.at(before), part.here
             return [
-                Term(new, round.clip, gamma),
-                Term(difference(new, old), clip, 1 - gamma),
+                Summand(new, context.clip, gamma),
+                Summand(difference(new, old), clip, 1 - gamma),
             ]
 
         return two_clips
@@ -207,37 +207,42 @@ class SpiderBoost:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}; leave it out")
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Anchors have their own batch."""
         if step % self.period:
-            return Stage(course.sampling)
-        return Stage(resized(course, self.anchor_batch or course.records), self.anchor_noise)
+            return StepPlan(conditions.sampling)
+        return StepPlan(
+            resized(conditions, self.anchor_batch or conditions.records), self.anchor_noise
+        )
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """One release for each step."""
         anchors = -(-steps // self.period)
-        stages = [(self.stage(0, course), anchors), (Stage(course.sampling), steps - anchors)]
-        return composed(stages, noise_multiplier, course)
+        stages = [
+            (self.stage(0, conditions), anchors),
+            (StepPlan(conditions.sampling), steps - anchors),
+        ]
+        return composed(stages, noise_multiplier, conditions)
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse anchors that cannot be drawn, and what the output rule does not cover."""
-        resized(course, self.anchor_batch or course.records)
+        resized(conditions, self.anchor_batch or conditions.records)
         refuse_direct(self.output)
-        check_output(self.output, course)
+        check_output(self.output, conditions)
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The anchor, or the recursion from it."""
-        here = point(round.params)
-        if round.step % self.period == 0 or not state:
-            estimate = round.mean(lambda part: [Term(part.here, round.clip)])
+        here = point(context.params)
+        if context.step % self.period == 0 or not state:
+            estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
         else:
-            clip = settled(self.difference_clip, round, state["point"])
+            clip = settled(self.difference_clip, context, state["point"])
 
-            def query(part: Part) -> list[Term]:
+            def query(part: Part) -> list[Summand]:
                 old, new = part.at(state["point"]), part.here
-                return [Term(difference(new, old), clip, losses=new.losses)]
+                return [Summand(difference(new, old), clip, losses=new.losses)]
 
-            fresh, old = round.mean(query), state["estimate"]
+            fresh, old = context.mean(query), state["estimate"]
             estimate = {name: old[name].double() + x for name, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
 
@@ -248,12 +253,12 @@ class SpiderBoost:
         optimizer.step()
 
 
-def settled(rule: Clip | PerDistance, round: Round, before: Values) -> Clip:
+def settled(rule: Clip | PerDistance, context: StepContext, before: Values) -> Clip:
     """The rule for differences between the round's point and the one before."""
     if isinstance(rule, Clip):
         return rule
-    groups = len(round.work.groups(tuple(round.params)).names)
-    return rule.at(distance(point(round.params), before), most=2 * round.clip.bound(groups))
+    groups = len(context.work.groups(tuple(context.params)).names)
+    return rule.at(distance(point(context.params), before), most=2 * context.clip.bound(groups))
 
 
 def copied(estimate: Values) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ import torch
 from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import Course, Stage, State, check_output, composed
+from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, check_output, composed
 from hushgrad.algorithms.output import Output, last, stopped
-from hushgrad.run.step import Round, Term
+from hushgrad.run.step import StepContext, Summand
 from hushgrad.types import Params
 
 
@@ -29,21 +29,21 @@ class Sgd:
     project: Callable[[Params], None] | None = None
     carries_metrics: ClassVar[bool] = True
 
-    def stage(self, step: int, course: Course) -> Stage:
+    def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every step alike."""
-        return Stage(course.sampling)
+        return StepPlan(conditions.sampling)
 
-    def event(self, noise_multiplier: float, *, steps: int, course: Course) -> DpEvent:
+    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
         """One release for each step."""
-        return composed([(self.stage(0, course), steps)], noise_multiplier, course)
+        return composed([(self.stage(0, conditions), steps)], noise_multiplier, conditions)
 
-    def check(self, course: Course) -> None:
+    def check(self, conditions: Conditions) -> None:
         """Refuse what the output rule does not cover."""
-        check_output(self.output, course)
+        check_output(self.output, conditions)
 
-    def step(self, round: Round, state: State) -> tuple[dict[str, Tensor], State]:
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The noisy mean of the clipped gradients; nothing to remember."""
-        return round.mean(lambda part: [Term(part.here, round.clip)]), state
+        return context.mean(lambda part: [Summand(part.here, context.clip)]), state
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, and the projection."""

@@ -31,8 +31,8 @@ class AccountantName(Enum):
     ZCDP = "zcdp"
 
 
-Noise = typer.Option(help="σ: noise ÷ the clipping norm of one record, whatever the relation")
-Records = typer.Option(help="n: the public number of records")
+NoiseOption = typer.Option(help="σ: noise ÷ the clipping norm of one record, whatever the relation")
+RecordsOption = typer.Option(help="n: the public number of records")
 BatchSize = typer.Option(help="b: the size of a batch, for poisson its expectation")
 _Delta = typer.Option(help="δ of the guarantee, below 1 / records")
 Delta = Annotated[float, _Delta]
@@ -50,12 +50,12 @@ PlotFile = Annotated[Path | None, typer.Option(help="draw the growth of ε into 
 
 
 def account(
-    noise_multiplier: Annotated[float, Noise],
+    noise_multiplier: Annotated[float, NoiseOption],
     steps: Annotated[int, typer.Option(help="T: how many batches are released")],
     delta: Delta,
     sampling: SamplingKind = SamplingName.POISSON,
     rate: Annotated[float | None, typer.Option(help="q, in place of records and batch")] = None,
-    records: Annotated[int | None, Records] = None,
+    records: Annotated[int | None, RecordsOption] = None,
     batch: Annotated[int | None, BatchSize] = None,
     max_batch: MaxBatch = None,
     accountant: WhichAccountant = AccountantName.PLD,
@@ -79,12 +79,12 @@ def account(
 
 
 def plan(
-    records: Annotated[int, Records],
+    records: Annotated[int, RecordsOption],
     batch: Annotated[int, BatchSize],
     epochs: Annotated[float, typer.Option(help="expected passes over the data")],
     delta: Annotated[float | None, _Delta] = None,
     epsilon: Annotated[float | None, typer.Option(help="ε to find the noise for")] = None,
-    noise_multiplier: Annotated[float | None, Noise] = None,
+    noise_multiplier: Annotated[float | None, NoiseOption] = None,
     sampling: SamplingKind = SamplingName.POISSON,
     max_batch: MaxBatch = None,
     accountant: Annotated[AccountantName | None, typer.Option(help="pld if left out")] = None,

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-Curve = Sequence[tuple[float, float]]
+ChartCurve = Sequence[tuple[float, float]]
 """Points (x, y), x going up."""
 
 
-def drawn(curve: Curve, *, width: int = 60, height: int = 10) -> str:
+def drawn(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
     """Draw a curve that starts at (0, 0) with characters, its axes labelled.
 
     >>> print(drawn([(1, 1.0), (2, 2.0)], width=8, height=2))
@@ -36,7 +36,7 @@ def _cell(filled: float) -> str:
     return " ▁▂▃▄▅▆▇█"[round(8 * min(max(filled, 0.0), 1.0))]
 
 
-def _at(curve: Curve, x: float) -> float:
+def _at(curve: ChartCurve, x: float) -> float:
     before = (0.0, 0.0)
     for point in curve:
         if point[0] >= x:
@@ -45,7 +45,7 @@ def _at(curve: Curve, x: float) -> float:
     return before[1]
 
 
-def saved(curves: dict[str, Curve], path: Path, *, title: str) -> None:
+def saved(curves: dict[str, ChartCurve], path: Path, *, title: str) -> None:
     """Write the curves, by name, to an image file."""
     from matplotlib.figure import Figure  # takes a second to import
 

@@ -19,9 +19,9 @@ from rich.table import Table
 from hushgrad.accounting import gaussian, poisson, repeated
 from hushgrad.cli.errors import sentences
 from hushgrad.events import steps_of
-from hushgrad.ledger import Budget, Ledger, Rule, order_for, renyi, total
+from hushgrad.ledger import Budget, Filter, Ledger, order_for, renyi, total
 from hushgrad.ledger.ledger import require_budget
-from hushgrad.ledger.records import Account, Charge, Row, figure
+from hushgrad.ledger.records import Account, Charge, RunRow, figure
 from hushgrad.ledger.rules import Amounts
 from hushgrad.types import Relation
 
@@ -29,7 +29,7 @@ ledger = typer.Typer(no_args_is_help=True, help="See, set and export budgets of 
 """The group of commands `hushgrad ledger`."""
 
 
-class Filter(Enum):
+class FilterName(Enum):
     """The filters, as the command line spells them."""
 
     TOTAL = "total"
@@ -70,7 +70,7 @@ def set_budget(
     delta: Annotated[float, typer.Option(help="δ of all runs together")],
     path: LedgerFile = _DEFAULT,
     relation: Annotated[Relation | None, typer.Option(help="what makes neighbours")] = None,
-    filter: Annotated[Filter | None, typer.Option(help="how runs add up")] = None,
+    filter: Annotated[FilterName | None, typer.Option(help="how runs add up")] = None,
     order: Annotated[float | None, typer.Option(help="renyi: the order α")] = None,
     typical_records: Annotated[int | None, typer.Option(help="or the order for such a run")] = None,
     typical_batch: Annotated[int | None, typer.Option(help="its expected batch")] = None,
@@ -156,15 +156,15 @@ def _budgets(books: Ledger, name: str | None) -> list[Budget]:
 
 
 def _rule(
-    kind: Filter | None,
+    kind: FilterName | None,
     order: float | None,
     sizes: tuple[int | None, int | None, float | None, float | None],
     delta: float,
     relation: Relation,
-) -> Rule | None:
+) -> Filter | None:
     records, batch, epochs, sigma = sizes
     typical = any(size is not None for size in sizes)
-    if kind is not Filter.RENYI:
+    if kind is not FilterName.RENYI:
         if order is not None or typical:
             raise ValueError(
                 "expected --order and --typical-… with --filter renyi only, got one without it; "
@@ -236,7 +236,7 @@ def _exported(account: Account) -> dict[str, Any]:
     return _facts(account) | {"runs": [_run(row, account.charges) for row in account.rows]}
 
 
-def _run(row: Row, charges: tuple[Charge, ...]) -> dict[str, Any]:
+def _run(row: RunRow, charges: tuple[Charge, ...]) -> dict[str, Any]:
     return {
         "id": row.id,
         "label": row.label,

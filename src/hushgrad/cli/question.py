@@ -9,7 +9,7 @@ from fractions import Fraction
 from dp_accounting import DpEvent
 
 from hushgrad.accounting import (
-    Drawn,
+    SamplingOf,
     fixed_batches,
     full_batches,
     gaussian,
@@ -128,7 +128,7 @@ def batches_of(
     return Batches(name, sampling, records, batch / records, records, batch, max_batch)
 
 
-def _drawn(name: SamplingName, max_batch: int | None) -> Drawn:
+def _drawn(name: SamplingName, max_batch: int | None) -> SamplingOf:
     if max_batch is not None:
         return truncated_batches(max_batch)
     return {

@@ -22,7 +22,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 10,
 ) -> None:
     """Run a table or a figure of the papers anew, and write it beside the published figures."""
-    from hushgrad.reproductions import REPRODUCTIONS, Settings  # takes seconds to import
+    from hushgrad.reproductions import REPRODUCTIONS, StudySettings  # takes seconds to import
 
     console = Console(stderr=True)
     if name not in REPRODUCTIONS:
@@ -34,7 +34,7 @@ def reproduce(
     with sentences():
         out.mkdir(parents=True, exist_ok=True)
         with console.status("starting") as status:
-            settings = Settings(out, data, seeds, lambda line: status.update(line))
+            settings = StudySettings(out, data, seeds, lambda line: status.update(line))
             REPRODUCTIONS[name](settings)
     for path in sorted(out.iterdir()):
         typer.echo(str(path))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
-from hushgrad.cli.chart import Curve, drawn
+from hushgrad.cli.chart import ChartCurve, drawn
 from hushgrad.cli.question import Question, SamplingName
 from hushgrad.run.guarantee import up
 from hushgrad.types import Refused, Relation
@@ -87,7 +87,7 @@ def _cell(
     return up(spent) if accountant.proves else f"≈ {up(spent)}"
 
 
-def growth(question: Question, accountant: Accountant) -> Curve:
+def growth(question: Question, accountant: Accountant) -> ChartCurve:
     """ε after some of the steps, by the accountant's sketch, which over-states it a little."""
     points = sorted({max(1, round(question.steps * k / _POINTS)) for k in range(1, _POINTS + 1)})
     quick, relation = accountant.sketch(), question.relation

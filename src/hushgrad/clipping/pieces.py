@@ -17,7 +17,7 @@ from numpy import ndarray
 from hushgrad.rng import Rng
 from hushgrad.types import Refused
 
-Places = Int64[ndarray, "_"]
+PiecePlaces = Int64[ndarray, "_"]
 """Places in a batch, ascending."""
 
 LARGEST_PIECE = 1024
@@ -42,7 +42,7 @@ class Pieces:
     count: int
     rng: Rng
 
-    def dealt(self, records: int) -> list[Places]:
+    def dealt(self, records: int) -> list[PiecePlaces]:
         """The places of each piece's records, in ascending order.
 
         Guarantees: every record draws its piece by itself, each piece with the same probability up

@@ -16,7 +16,7 @@ from hushgrad.data.embedded import digits
 from hushgrad.data.idx import fashion_mnist, mnist
 from hushgrad.data.images import Images
 from hushgrad.data.split import Split
-from hushgrad.data.tables import Table, a9a, ijcnn1
+from hushgrad.data.tables import LabelledTable, a9a, ijcnn1
 from hushgrad.data.text import Pairs, Sentences, e2e, sst2
 
 DATASETS: dict[str, Callable[..., Split[Any]]] = {
@@ -34,10 +34,10 @@ DATASETS: dict[str, Callable[..., Split[Any]]] = {
 __all__ = [
     "DATASETS",
     "Images",
+    "LabelledTable",
     "Pairs",
     "Sentences",
     "Split",
-    "Table",
     "a9a",
     "cifar10",
     "digits",

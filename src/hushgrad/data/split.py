@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Records = TypeVar("Records")
+SplitPart = TypeVar("SplitPart")
 
 
 @dataclass(frozen=True)
-class Split(Generic[Records]):
+class Split(Generic[SplitPart]):
     """A public data set in its standard split.
 
     `train` plays the private records; `test` and `validation`, where there is one, are public.
@@ -19,8 +19,8 @@ class Split(Generic[Records]):
 
     name: str
     source: str
-    train: Records
-    test: Records
+    train: SplitPart
+    test: SplitPart
     preparation: str
     classes: tuple[str, ...] = ()
-    validation: Records | None = None
+    validation: SplitPart | None = None

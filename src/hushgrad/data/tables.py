@@ -14,7 +14,7 @@ from torch import Tensor
 from hushgrad.data.files import Published, unpacked
 from hushgrad.data.split import Split
 
-Table = tuple[Float32[Tensor, "record feature"], Int64[Tensor, " record"]]
+LabelledTable = tuple[Float32[Tensor, "record feature"], Int64[Tensor, " record"]]
 """Features, and the class of each record."""
 
 LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
@@ -40,22 +40,22 @@ IJCNN1 = Published(
 )
 
 
-def a9a(root: Path | None = None) -> Split[Table]:
+def a9a(root: Path | None = None) -> Split[LabelledTable]:
     """a9a, the UCI Adult census: 32 561 and 16 281 rows of 123 binary features, at most 14 set."""
     return from_libsvm(A9A, 123, classes=("at most 50K", "above 50K"), root=root)
 
 
-def ijcnn1(root: Path | None = None) -> Split[Table]:
+def ijcnn1(root: Path | None = None) -> Split[LabelledTable]:
     """ijcnn1, of the IJCNN 2001 challenge: 49 990 and 91 701 rows of 22 features."""
     return from_libsvm(IJCNN1, 22, classes=("-1", "+1"), root=root)
 
 
 def from_libsvm(
     files: Published, features: int, *, classes: tuple[str, str], root: Path | None
-) -> Split[Table]:
+) -> Split[LabelledTable]:
     """A data set of two classes in two files, `NAME` and `NAME.t`, compressed by bzip2 or not."""
 
-    def part(file: str) -> Table:
+    def part(file: str) -> LabelledTable:
         return parsed_libsvm(_text(files, file, root), features, file=file)
 
     return Split(
@@ -68,7 +68,7 @@ def from_libsvm(
     )
 
 
-def parsed_libsvm(text: bytes, features: int, *, file: str) -> Table:
+def parsed_libsvm(text: bytes, features: int, *, file: str) -> LabelledTable:
     """The table in `text`: for each line a label, −1 or +1, and index:value pairs from 1."""
     from sklearn.datasets import load_svmlight_file  # takes a second: only who needs it waits
 

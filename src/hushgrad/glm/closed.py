@@ -16,7 +16,7 @@ from hushgrad.batches.records import count, pad, padded_size
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import MULTIPLE, scores_of
 from hushgrad.gradients import Gradients
-from hushgrad.gradients.factors.gradients import Key
+from hushgrad.gradients.factors.gradients import UseKey
 from hushgrad.gradients.factors.kinds import Dense, Outer, Use
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.types import Batch, Params, Refused
@@ -88,7 +88,7 @@ class LinearLoss:
         scores = self._scores(x)
         slopes = self.loss.derivative(scores, y)
         slopes = slopes if self.loss.vector else slopes.unsqueeze(-1)
-        factors: dict[str, dict[Key, Use]] = {name: {} for name in params}
+        factors: dict[str, dict[UseKey, Use]] = {name: {} for name in params}
         weight, bias = self.model.weight, self.model.bias
         if id(weight) in names:
             factors[names[id(weight)]][0,] = Outer(x.unsqueeze(1), slopes.unsqueeze(1))

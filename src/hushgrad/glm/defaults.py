@@ -82,7 +82,7 @@ class Public:
 
 
 @dataclass(frozen=True)
-class Course:
+class DescentSettings:
     """Sampling, number of steps, step size and momentum of a descent."""
 
     sampling: Scheme
@@ -98,7 +98,7 @@ def course(
     batch: int | None = None,
     steps: int | None = None,
     rate: float | None = None,
-) -> Course:
+) -> DescentSettings:
     """The course of a descent, with full batches or not; what is given stays as it is."""
     momentum = MOMENTUM if full else 0.0
     rate = rate or 1 / (public.curvature * public.row_norm**2)
@@ -106,11 +106,11 @@ def course(
         wanted = public.training_time * (1 - momentum) / rate
         steps = min(max(math.ceil(wanted), FEWEST_STEPS), MOST_STEPS)
     if full:
-        return Course(FullBatch(), steps, rate, momentum)
+        return DescentSettings(FullBatch(), steps, rate, momentum)
     if batch is None:
         each = public.one_release / (public.slope * public.row_norm) * math.sqrt(steps)
         batch = max(math.ceil(public.records * SMALL_NOISE / each), SMALLEST_BATCH)
-    return Course(Poisson(min(1.0, batch / public.records)), steps, rate, momentum)
+    return DescentSettings(Poisson(min(1.0, batch / public.records)), steps, rate, momentum)
 
 
 def objective_strength(public: Public, *, noise: float, parameters: int) -> float:

@@ -13,7 +13,7 @@ from hushgrad.algorithms import Sgd
 from hushgrad.clipping.rules import Clip
 from hushgrad.glm.gradients import NAME, clipped_sum
 from hushgrad.glm.losses import Penalty, ScoreLoss
-from hushgrad.glm.rows import Rows
+from hushgrad.glm.rows import RowSource
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import release
 from hushgrad.parallel.single import require_one_process
@@ -68,7 +68,7 @@ class Descended:
 
 
 def descend(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
     *,
     classes: int,
@@ -130,7 +130,7 @@ def descend(
     return Descended(mean, plan.steps, memory.charges)
 
 
-def _span(rows: Rows, sampling: Scheme, plan: Plan) -> int:
+def _span(rows: RowSource, sampling: Scheme, plan: Plan) -> int:
     """How many positions batches are drawn from; see `sampling.Loader`."""
     if Relation.ADD_REMOVE in sampling.relations:
         return max(plan.records, rows.count)

@@ -48,7 +48,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from hushgrad.clipping.rules import Clip
 from hushgrad.glm import losses
 from hushgrad.glm.fits import new_family, note_copy
-from hushgrad.glm.fitting import Fitted, Linear, Settings, fit
+from hushgrad.glm.fitting import FitSettings, Fitted, Linear, fit
 from hushgrad.ledger import Budget
 from hushgrad.rng import Rng
 
@@ -58,15 +58,15 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     _counts = False  # whether targets are counts
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> FitSettings:
         rng = self.rng
         if rng is None:
             rng = Rng.from_os()
         elif not isinstance(rng, Rng):
             rng = Rng.fixed(int(rng))
-        names = [n for n in Settings.__dataclass_fields__ if n not in ("rng", "family")]
+        names = [n for n in FitSettings.__dataclass_fields__ if n not in ("rng", "family")]
         chosen = {name: getattr(self, name) for name in names}
-        return Settings(**chosen, rng=rng, family=self._own_family())
+        return FitSettings(**chosen, rng=rng, family=self._own_family())
 
     def _own_family(self) -> str:
         """The name that this estimator and its clones share, so that their fits are counted."""

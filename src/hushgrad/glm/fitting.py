@@ -22,13 +22,13 @@ from hushgrad.glm.fits import Fit, counted, sample_of
 from hushgrad.glm.losses import ScoreLoss, ridge
 from hushgrad.glm.perturbation import (
     TOLERANCE,
-    Problem,
+    PerturbationProblem,
     least_strength,
     objective_noise,
     objective_perturbation,
     output_perturbation,
 )
-from hushgrad.glm.rows import LONGEST, Rows, scaled_rows
+from hushgrad.glm.rows import LONGEST, RowSource, scaled_rows
 from hushgrad.glm.statement import GlmGuarantee
 from hushgrad.ledger import Budget
 from hushgrad.noise import gaussian
@@ -59,7 +59,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Settings:
+class FitSettings:
     """The user's choices; see the estimators. `family` is that of the estimator, see `fits`."""
 
     epsilon: float
@@ -107,7 +107,7 @@ class Fitted:
     steps: int
 
 
-def fit(features: Any, labels: Tensor, linear: Linear, settings: Settings) -> Fitted:
+def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) -> Fitted:
     """Fit a linear model privately; `features` is a finite array or sparse matrix."""
     records = settings.records or features.shape[0]
     _require_near(records, features.shape[0])
@@ -158,7 +158,7 @@ def _require_near(stated: int, rows: int) -> None:
 
 
 def _by_descent(
-    rows: Rows, labels: Tensor, linear: Linear, settings: Settings, public: Public
+    rows: RowSource, labels: Tensor, linear: Linear, settings: FitSettings, public: Public
 ) -> tuple[Tensor, GlmGuarantee, int]:
     clip, scale = _clip(settings.clip_norm, public)
     chosen = course(
@@ -227,14 +227,14 @@ def _clip(clip_norm: str | float | Clip, public: Public) -> tuple[Clip, float]:
 
 
 def _by_perturbation(
-    rows: Rows, labels: Tensor, linear: Linear, settings: Settings, public: Public
+    rows: RowSource, labels: Tensor, linear: Linear, settings: FitSettings, public: Public
 ) -> tuple[Tensor, GlmGuarantee, int]:
     if linear.smooth is None:
         raise ValueError(
             f"expected algorithm 'sgd' or 'gd' for the loss {linear.loss}, got "
             f"{settings.algorithm!r}, which needs a loss of bounded slope and curvature"
         )
-    problem = Problem(
+    problem = PerturbationProblem(
         loss=linear.smooth,
         classes=linear.classes,
         row_norm=public.row_norm,
@@ -275,7 +275,9 @@ def _by_perturbation(
     return found.theta, guarantee, 1
 
 
-def _strength(problem: Problem, public: Public, parameters: int, objective: bool) -> float:
+def _strength(
+    problem: PerturbationProblem, public: Public, parameters: int, objective: bool
+) -> float:
     if not objective:
         return output_strength(public)
     least = least_strength(problem.loss, problem.classes, problem.row_norm, 0.99 * problem.epsilon)
@@ -285,14 +287,14 @@ def _strength(problem: Problem, public: Public, parameters: int, objective: bool
     return max(least, objective_strength(public, noise=noise, parameters=parameters))
 
 
-def _public(settings: Settings) -> tuple[str, ...]:
+def _public(settings: FitSettings) -> tuple[str, ...]:
     count = "the number of records"
     if settings.records:
         count += f", stated as {settings.records} (the rows were at most twice and at least half)"
     return (count, "the number of features", "all arguments")
 
 
-def _fingerprint(rows: Rows, labels: Tensor, budget: Budget) -> Fingerprint:
+def _fingerprint(rows: RowSource, labels: Tensor, budget: Budget) -> Fingerprint:
     """A keyed digest of the records as they are used.
 
     A budget that has other records already takes these for a share of them, as folds are, and

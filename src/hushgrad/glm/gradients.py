@@ -19,7 +19,7 @@ from torch import Tensor
 from hushgrad.clipping.aggregate import aggregate
 from hushgrad.clipping.rules import Clip
 from hushgrad.glm.losses import ScoreLoss
-from hushgrad.glm.rows import PART, Rows
+from hushgrad.glm.rows import PART, RowSource
 from hushgrad.types import Bounded
 
 NAME = "coef"
@@ -34,7 +34,7 @@ class LinearGradients:
     that record, at most 1e-12 above it; a record that is not finite has norm inf.
     """
 
-    rows: Rows
+    rows: RowSource
     slopes: Float64[Tensor, "padded classes"]
     value: Callable[[], Float64[Tensor, " batch"]]
 
@@ -82,7 +82,7 @@ class LinearGradients:
 
 
 def linear_gradients(
-    rows: Rows, labels: Tensor, theta: Float64[Tensor, "classes width"], *, loss: ScoreLoss
+    rows: RowSource, labels: Tensor, theta: Float64[Tensor, "classes width"], *, loss: ScoreLoss
 ) -> LinearGradients:
     """The gradient of every record's loss at θ; `labels` has one entry for each record."""
     z, y = rows.scores(theta), labels
@@ -104,7 +104,7 @@ def difference(new: LinearGradients, old: LinearGradients) -> LinearGradients:
 
 
 def clipped_sum(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
     theta: Float64[Tensor, "classes width"],
     *,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hushgrad.glm.gradients import linear_gradients
 from hushgrad.glm.losses import ScoreLoss
-from hushgrad.glm.rows import Rows
+from hushgrad.glm.rows import RowSource
 from hushgrad.types import Refused
 
 _MOST_STEPS = 200
@@ -22,7 +22,7 @@ _DENSE = 2048  # up to so many parameters the Hessian is written out and solved
 
 
 def minimiser(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
     *,
     loss: ScoreLoss,
@@ -94,7 +94,13 @@ def _descended(
 
 
 def _newton_step(
-    rows: Rows, labels: Tensor, theta: Tensor, gradient: Tensor, *, loss: ScoreLoss, strength: float
+    rows: RowSource,
+    labels: Tensor,
+    theta: Tensor,
+    gradient: Tensor,
+    *,
+    loss: ScoreLoss,
+    strength: float,
 ) -> Tensor:
     """H⁻¹·gradient, H the Hessian of the regularised objective."""
     z = rows.scores(theta)
@@ -130,7 +136,7 @@ def _curvatures(z: Tensor, y: Tensor, loss: ScoreLoss) -> Float64[Tensor, "n k k
 
 
 def _hessian(
-    rows: Rows, curvatures: Float64[Tensor, "n k k"], strength: float
+    rows: RowSource, curvatures: Float64[Tensor, "n k k"], strength: float
 ) -> Float64[Tensor, "size size"]:
     classes, width = curvatures.shape[1], rows.width
     blocks = torch.zeros(classes, width, classes, width, dtype=torch.float64)

@@ -42,7 +42,7 @@ from hushgrad.events import ApproximateDpEvent, repeated
 from hushgrad.glm.gradients import NAME
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.minimising import minimiser
-from hushgrad.glm.rows import Rows
+from hushgrad.glm.rows import RowSource
 from hushgrad.ledger import Budget, Spend
 from hushgrad.noise import Noise, gaussian, release, standard_normal
 from hushgrad.parallel.single import require_one_process
@@ -64,7 +64,7 @@ _WEIGHTS = np.tile(_ONCE, 128)
 
 
 @dataclass(frozen=True)
-class Problem:
+class PerturbationProblem:
     """What a guarantee of a perturbation depends on; all of it is public.
 
     `row_norm` bounds ‖x‖, intercept included; `strength` (Λ) is the penalty of the sum.
@@ -145,7 +145,7 @@ def objective_delta(epsilon: float, *, ratio: float, determinant: float, dimensi
     return min(1.0, float(mean) * (1 + 1e-9) + float(chi2.sf(stop**2, dimensions)))
 
 
-def objective_noise(problem: Problem) -> float:
+def objective_noise(problem: PerturbationProblem) -> float:
     """The least σ of the linear term, to 1e-6, that keeps (ε, δ)."""
     c, epsilon, delta = problem.determinant, problem.epsilon, problem.delta
     if c >= epsilon:
@@ -182,9 +182,9 @@ def least_strength(
 
 
 def objective_perturbation(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
-    problem: Problem,
+    problem: PerturbationProblem,
     *,
     rng: Rng,
     budget: Budget | None = None,
@@ -224,9 +224,9 @@ def objective_perturbation(
 
 
 def output_perturbation(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
-    problem: Problem,
+    problem: PerturbationProblem,
     *,
     rng: Rng,
     budget: Budget | None = None,
@@ -259,7 +259,7 @@ def output_perturbation(
     return Perturbed(theta, multiplier * l2, noise.event)
 
 
-def _with_share(problem: Problem, share: float) -> Problem:
+def _with_share(problem: PerturbationProblem, share: float) -> PerturbationProblem:
     """The same problem for a share of ε and δ."""
     return replace(problem, epsilon=share * problem.epsilon, delta=share * problem.delta)
 
@@ -273,9 +273,9 @@ def _key(rng: Rng, budget: Budget | None) -> Rng:
 
 
 def _released(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
-    problem: Problem,
+    problem: PerturbationProblem,
     *,
     tilt: Tensor,
     l2: float,
@@ -321,7 +321,7 @@ def _released(
     return released.values[NAME]
 
 
-def _require_short(rows: Rows, problem: Problem) -> None:
+def _require_short(rows: RowSource, problem: PerturbationProblem) -> None:
     longest = float(rows.sq_norms.max()) if len(rows.sq_norms) else 0.0
     if not longest <= (problem.row_norm * _UP) ** 2:
         raise Refused(

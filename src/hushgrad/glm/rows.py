@@ -37,8 +37,8 @@ LONGEST = 1 + 2.0**-40
 
 
 @runtime_checkable
-class Rows(Protocol):
-    """Rows of records, `count` of them and then zeros."""
+class RowSource(Protocol):
+    """RowSource of records, `count` of them and then zeros."""
 
     @property
     def count(self) -> int:
@@ -52,7 +52,7 @@ class Rows(Protocol):
     def sq_norms(self) -> Float64[Tensor, " padded"]:
         """Upper bounds on ‖x‖², zeros included."""
 
-    def take(self, positions: slice | ndarray) -> Rows:
+    def take(self, positions: slice | ndarray) -> RowSource:
         """The rows at these positions, or of a slice that begins at a multiple of `MULTIPLE`."""
 
     def scores(self, theta: Float64[Tensor, "classes width"]) -> Float64[Tensor, "padded classes"]:
@@ -69,7 +69,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Rows in a tensor, padded to a multiple of `MULTIPLE`; the last one is always zeros."""
+    """RowSource in a tensor, padded to a multiple of `MULTIPLE`; the last one is always zeros."""
 
     x: Float64[Tensor, "padded width"]
     sq_norms: Float64[Tensor, " padded"]
@@ -150,7 +150,7 @@ def scores_of(
     return (x @ columns)[:, : len(theta)]
 
 
-def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> Rows:
+def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> RowSource:
     """Rows divided by `feature_norm`, shortened to norm 1 where longer, and a constant behind.
 
     `features` is an array, a tensor or a scipy sparse matrix; `intercept` the constant, none if 0.

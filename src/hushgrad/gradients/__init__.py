@@ -19,11 +19,11 @@ from hushgrad.gradients.factors.gradients import Gradients, difference
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.choices import Form, auto, compiled, dense, loop, recomputed, traced
 from hushgrad.gradients.guards import check_optimizer, check_parameters, guarded, undone_if_it_fails
-from hushgrad.gradients.objective import Subject, held_by
+from hushgrad.gradients.objective import Objective, held_by
 from hushgrad.gradients.structure import Structures
 from hushgrad.gradients.tracing.call_sites import Unforeseen
 from hushgrad.parallel.single import refuse_accumulator_hooks, refuse_wrapped, require_one_process
-from hushgrad.types import Batch, Foreseen, Loss, NotCovered, Params, Refused
+from hushgrad.types import Batch, EagerWeights, Loss, NotCovered, Params, Refused
 
 __all__ = [
     "Form",
@@ -57,7 +57,7 @@ def per_sample(
     form: Form | Sequence[Form] = auto,
     modules: Sequence[nn.Module] = (),
     idle: Collection[str] = (),
-    foreseen: Foreseen | None = None,
+    foreseen: EagerWeights | None = None,
     capacity: int = 0,
 ) -> Gradients:
     """Per-sample gradients of `loss` with respect to `params`, one for each record of `batch`.
@@ -83,17 +83,17 @@ def per_sample(
             {name: {} for name in params}, params, torch.zeros(0, device=device), in_turn(0)
         )
     batch = records.laid_out(_structures.opened(batch, loss, params))
-    subject = Subject(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
+    objective = Objective(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
-    key = fingerprint(subject, forms, batch)
+    key = fingerprint(objective, forms, batch)
     known = _certificates.get(key)
     for certificate in reversed(known):  # the last: it may be of a form that takes every batch
-        gradients = _step(certificate, subject, batch, capacity)
+        gradients = _step(certificate, objective, batch, capacity)
         if gradients is not None:
             return gradients
-    certificate, gradients = _begun(subject, forms, batch, capacity, changing=bool(known))
+    certificate, gradients = _begun(objective, forms, batch, capacity, changing=bool(known))
     if certificate.lasting:
-        _certificates.add(key, certificate, subject)
+        _certificates.add(key, certificate, objective)
     return gradients
 
 
@@ -110,11 +110,11 @@ def certificate_for(
     """Certify without using the result: what `per_sample` would do on the first such batch."""
     require_one_process()
     check_parameters(params)
-    subject = Subject(loss, params, tuple(modules), frozenset(idle))
+    objective = Objective(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
     refuse_meta(params, batch)
     batch, _ = opened(batch)
-    return _certified(subject, forms, records.laid_out(batch))
+    return _certified(objective, forms, records.laid_out(batch))
 
 
 def forget_structure(params: Params) -> None:
@@ -123,7 +123,7 @@ def forget_structure(params: Params) -> None:
 
 
 def _begun(
-    subject: Subject, forms: tuple[Form, ...], batch: Batch, capacity: int, *, changing: bool
+    objective: Objective, forms: tuple[Form, ...], batch: Batch, capacity: int, *, changing: bool
 ) -> tuple[Certificate, Gradients]:
     """Certify, and use the certificate for the first time.
 
@@ -136,25 +136,25 @@ def _begun(
     for left in (others or forms,) if changing else (forms, others):
         if not left:
             break
-        certificate = _certified(subject, left, batch, capacity)
+        certificate = _certified(objective, left, batch, capacity)
         if left is others:
             certificate.why_not = following | certificate.why_not
-        gradients = _first_use(certificate, subject, batch, capacity)
+        gradients = _first_use(certificate, objective, batch, capacity)
         if gradients is not None:
-            _report(certificate, len(subject.params))
+            _report(certificate, len(objective.params))
             return certificate, gradients
     raise Refused(f"{_CHANGING}; use form=loop")
 
 
 def _first_use(
-    certificate: Certificate, subject: Subject, batch: Batch, capacity: int
+    certificate: Certificate, objective: Objective, batch: Batch, capacity: int
 ) -> Gradients | None:
     """Use a new certificate, also where drawn places take more rows than it was tested with."""
     slots = certificate.slots(records.count(batch))
     if slots.rows > certificate.largest:
         rows = max(slots.rows, certificate.room(capacity))
-        extend(certificate, _as_certified(subject, certificate), batch, rows)
-    return _run(certificate, subject, batch, slots)
+        extend(certificate, _as_certified(objective, certificate), batch, rows)
+    return _run(certificate, objective, batch, slots)
 
 
 _CHANGING = (
@@ -172,76 +172,78 @@ def _report(certificate: Certificate, parameters: int) -> None:
 
 
 def _certified(
-    subject: Subject, forms: Sequence[Form], batch: Batch, capacity: int = 0
+    objective: Objective, forms: Sequence[Form], batch: Batch, capacity: int = 0
 ) -> Certificate:
     """Certify, once it is clear that no other process has a part in the gradients."""
-    _refuse_other_processes(subject)
+    _refuse_other_processes(objective)
     if any(form.compiles for form in forms):
         capacity = 0  # a program is made for each size: only those that come are worth it
     _log.info("certifying the model: its gradients are compared with those of single records")
-    return certify(subject, forms, batch, records.count(batch), capacity)
+    return certify(objective, forms, batch, records.count(batch), capacity)
 
 
-def _refuse_other_processes(subject: Subject) -> None:
-    refuse_wrapped(subject.modules)
-    refuse_accumulator_hooks(subject.params)
+def _refuse_other_processes(objective: Objective) -> None:
+    refuse_wrapped(objective.modules)
+    refuse_accumulator_hooks(objective.params)
 
 
 def _step(
-    certificate: Certificate, subject: Subject, batch: Batch, capacity: int
+    certificate: Certificate, objective: Objective, batch: Batch, capacity: int
 ) -> Gradients | None:
     """Use a certificate again, testing anew at other sizes and as steps go by."""
     step, slots = certificate.steps + 1, certificate.slots(records.count(batch))
-    subject = _as_certified(subject, certificate)
+    objective = _as_certified(objective, certificate)
     try:
         if step & (step - 1) == 0:
-            _refuse_other_processes(subject)
+            _refuse_other_processes(objective)
             _log.info("testing the certified model again, at use %d", step)
         if slots.rows > certificate.largest:
-            extend(certificate, subject, batch, max(slots.rows, certificate.room(capacity)))
+            extend(certificate, objective, batch, max(slots.rows, certificate.room(capacity)))
         else:
-            retest(certificate, subject, batch, slots.rows)
+            retest(certificate, objective, batch, slots.rows)
     except Unforeseen:
         return None
-    gradients = _run(certificate, subject, batch, slots)
+    gradients = _run(certificate, objective, batch, slots)
     if gradients is not None:
         certificate.steps += 1
     return gradients
 
 
 def _run(
-    certificate: Certificate, subject: Subject, batch: Batch, slots: Slots
+    certificate: Certificate, objective: Objective, batch: Batch, slots: Slots
 ) -> Gradients | None:
     """Run as certified; a program that fails its proof gives way to what it was made from."""
     try:
-        return run_certified(certificate, subject, batch, slots)
+        return run_certified(certificate, objective, batch, slots)
     except NotCovered as refusal:
         if not certificate.form.compiles:
             raise
         _log.warning("not %s from here on: %s", certificate.form, refusal)
         certificate.take(traced)
-        return run_certified(certificate, subject, batch, slots)
+        return run_certified(certificate, objective, batch, slots)
 
 
-def _as_certified(subject: Subject, certificate: Certificate) -> Subject:
+def _as_certified(objective: Objective, certificate: Certificate) -> Objective:
     free = certificate.free_buffers
-    return subject if subject.free_buffers == free else replace(subject, free_buffers=free)
+    return objective if objective.free_buffers == free else replace(objective, free_buffers=free)
 
 
 def run_certified(
-    certificate: Certificate, subject: Subject, batch: Batch, slots: Slots
+    certificate: Certificate, objective: Objective, batch: Batch, slots: Slots
 ) -> Gradients | None:
     """One watched pass, or None if it met a call that the certificate does not know."""
-    subject = _as_certified(subject, certificate)
+    objective = _as_certified(objective, certificate)
     rows = slots.filled(batch)
     try:
         with (
-            undone_if_it_fails(subject.modules if subject.free_buffers else ()),
-            guarded(subject.params, subject.modules, subject.free_buffers, held_by(subject.loss)),
+            undone_if_it_fails(objective.modules if objective.free_buffers else ()),
+            guarded(
+                objective.params, objective.modules, objective.free_buffers, held_by(objective.loss)
+            ),
         ):
-            with subject.rewound():
-                gradients = certificate.run(subject, rows, slots, certificate.sites)
-            subject.advance(batch)
+            with objective.rewound():
+                gradients = certificate.run(objective, rows, slots, certificate.sites)
+            objective.advance(batch)
             gradients.form = certificate.form.name
             return gradients
     except Unforeseen:

@@ -17,7 +17,7 @@ from hushgrad.batches.nested import is_leaf, parts_of, rebuilt
 from hushgrad.types import Batch, Refused
 
 Value = TypeVar("Value")
-Form = Hashable
+BatchStructure = Hashable
 """A batch's structure, with its constants: all of it that is in no tensor."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -73,7 +73,7 @@ def constant(value: Value) -> Value:
     return cast(Value, Constant(value))
 
 
-def opened(batch: Batch) -> tuple[Batch, Form]:
+def opened(batch: Batch) -> tuple[Batch, BatchStructure]:
     """The batch with its constants' values, as the loss gets it, and its form.
 
     Anything but tensors, `None`, constants and containers of them is refused.
@@ -81,7 +81,7 @@ def opened(batch: Batch) -> tuple[Batch, Form]:
     return _opened(batch, "batch")
 
 
-def _opened(tree: Any, name: str) -> tuple[Any, Form]:
+def _opened(tree: Any, name: str) -> tuple[Any, BatchStructure]:
     if isinstance(tree, Constant):
         return tree.value, _form(tree.value)
     if tree is None or is_leaf(tree):
@@ -103,7 +103,7 @@ def _opened(tree: Any, name: str) -> tuple[Any, Form]:
     return rebuilt(tree, values), (type(tree), *forms)
 
 
-def _form(value: Any) -> Form:
+def _form(value: Any) -> BatchStructure:
     """Of equal values of different types, as of 1 and True, two forms."""
     if isinstance(value, tuple):
         return (tuple, *map(_form, value))

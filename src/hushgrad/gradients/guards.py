@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hushgrad.parallel.single import spread
 from hushgrad.types import NotCovered, Params, Refused
 
-Key = tuple[int, str]
+WatchedKey = tuple[int, str]
 """A watched tensor: the position of its module, or `PRIVATE`, and its name there."""
 
 PRIVATE = -1
@@ -22,14 +22,14 @@ PRIVATE = -1
 Reference = weakref.ReferenceType[Tensor]
 
 
-State = dict[Key, Tensor]
+Watched = dict[WatchedKey, Tensor]
 Mark = tuple[int, int, int]
 
 
-def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[State, State]:
+def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[Watched, Watched]:
     """The parameters, private or not, and the modules' buffers; each tensor once."""
-    trained: State = {(PRIVATE, name): p for name, p in params.items()}
-    buffers: State = {}
+    trained: Watched = {(PRIVATE, name): p for name, p in params.items()}
+    buffers: Watched = {}
     seen = {id(p) for p in params.values()}
     for i, module in enumerate(modules):
         for prefix, owner in module.named_modules():
@@ -41,7 +41,7 @@ def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[State, State]:
     return trained, buffers
 
 
-def _marks(state: State) -> dict[Key, Mark]:
+def _marks(state: Watched) -> dict[WatchedKey, Mark]:
     return {key: (id(x), x.data_ptr(), x._version) for key, x in state.items()}
 
 
@@ -52,7 +52,7 @@ def _marks(state: State) -> dict[Key, Mark]:
 def guarded(
     params: Params,
     modules: Sequence[nn.Module],
-    free: frozenset[Key] = frozenset(),
+    free: frozenset[WatchedKey] = frozenset(),
     held: Iterable[object] = (),
 ) -> Iterator[None]:
     """Refuse the pass inside if it trained a parameter out of sight, or wrote anything but `free`.
@@ -114,9 +114,9 @@ def _digest(x: Tensor) -> tuple[Tensor, ...]:
     return (sums, flat[flat.numel() - rest :].clone()) if rest else (sums,)
 
 
-def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> State:
+def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> Watched:
     """Tensors that are no parameters and no buffers, and outlive a pass all the same."""
-    found: State = {}
+    found: Watched = {}
     for i, module in enumerate(modules):
         for prefix, owner in module.named_modules():
             for name, value in vars(owner).items():
@@ -133,7 +133,7 @@ def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> State:
 _HELD = -2
 
 
-def _remembered(key: Key) -> Refused:
+def _remembered(key: WatchedKey) -> Refused:
     return Refused(
         f"the forward pass wrote {key[1]}, and what it keeps there reaches the records of later "
         "batches; compute each record's loss from that record and the parameters alone, and make a "
@@ -214,7 +214,7 @@ def _stranger(name: str) -> Refused:
     )
 
 
-def written(key: Key) -> Refused:
+def written(key: WatchedKey) -> Refused:
     """The refusal of a tensor that the forward pass wrote."""
     return Refused(
         f"the forward pass wrote {key[1]}, which then leaves without noise through the state dict; "
@@ -227,7 +227,7 @@ def written(key: Key) -> Refused:
 
 
 @contextmanager
-def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key, Tensor]]:
+def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[WatchedKey, Tensor]]:
     """Give parameters and buffers back as they were, and tell what the block wrote: key to value.
 
     Values are compared too: a write through `.data` leaves no other mark.
@@ -237,7 +237,7 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Key,
     marks = _marks(state)
     before = {key: (x, x.data, x.detach().clone(), marks[key]) for key, x in state.items()}
     registered = [(m, dict(m._buffers)) for module in modules for m in module.modules()]
-    changed: dict[Key, Tensor] = {}
+    changed: dict[WatchedKey, Tensor] = {}
     try:
         yield changed
     finally:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from hushgrad.batches.records import zeros_like
-from hushgrad.gradients.guards import Key, restored
-from hushgrad.types import Batch, Foreseen, Loss, Params
+from hushgrad.gradients.guards import WatchedKey, restored
+from hushgrad.types import Batch, EagerWeights, Loss, Params
 
 
 @dataclass(frozen=True)
-class Subject:
+class Objective:
     """A loss, its private parameters, and the modules whose buffers are watched.
 
     `idle` names parameters that may be on no path; `free_buffers` are those that a pass may
@@ -31,8 +31,8 @@ class Subject:
     params: Params
     modules: tuple[nn.Module, ...]
     idle: frozenset[str] = frozenset()
-    free_buffers: frozenset[Key] = frozenset()
-    foreseen: Foreseen | None = None
+    free_buffers: frozenset[WatchedKey] = frozenset()
+    foreseen: EagerWeights | None = None
 
     @contextmanager
     def rewound(self) -> Iterator[None]:

@@ -16,14 +16,14 @@ from hushgrad.gradients.guards import guarded, restored, same_bits
 from hushgrad.gradients.probes import beside_others, replaced
 from hushgrad.types import Batch, Refused
 
-Values = Callable[[Batch], Tensor]
+RecordValues = Callable[[Batch], Tensor]
 """A function of a batch that returns one value for each record."""
 
 _MULTIPLE = 32  # rows that a batch is filled up to, so that a record keeps its bits
 
 
 def observe(
-    values: Values, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
+    values: RecordValues, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
 ) -> Float[Tensor, " batch"]:
     """Each record's value, as float64, without gradients and without a trace in the modules.
 
@@ -44,7 +44,7 @@ def observe(
             return _called(values, whole, padded)[:size]
 
 
-def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Module]) -> None:
+def _check_independence(values: RecordValues, batch: Batch, modules: Sequence[nn.Module]) -> None:
     size = records.count(batch)
     places = replaced(size)
 
@@ -63,7 +63,7 @@ def _check_independence(values: Values, batch: Batch, modules: Sequence[nn.Modul
         )
 
 
-def _called(values: Values, batch: Batch, size: int) -> Tensor:
+def _called(values: RecordValues, batch: Batch, size: int) -> Tensor:
     found = values(batch)
     if not isinstance(found, Tensor) or found.shape != (size,):
         # Not by its shape, which would tell the size of the batch.

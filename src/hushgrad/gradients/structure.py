@@ -7,7 +7,7 @@ from types import CodeType
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hushgrad.gradients.constants import Form, opened
+from hushgrad.gradients.constants import BatchStructure, opened
 from hushgrad.gradients.objective import held_by
 from hushgrad.types import Batch, Loss, Params, Refused
 
@@ -21,7 +21,9 @@ class Structures:
     def opened(self, batch: Batch, loss: Loss, params: Params) -> Batch:
         """The batch as the loss gets it; refused if it has another form than those before."""
         batch, form = opened(batch)
-        known: dict[Hashable, Form] = self._known.setdefault(next(iter(params.values())), {})
+        known: dict[Hashable, BatchStructure] = self._known.setdefault(
+            next(iter(params.values())), {}
+        )
         first = known.setdefault(_code_of(loss), form)
         if form != first:
             raise Refused(

@@ -16,7 +16,7 @@ the sum of ε and of δ over whole runs, or `renyi(order)`, which gives back the
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.entry import UNKNOWN, Entry
 from hushgrad.ledger.ledger import Ledger
-from hushgrad.ledger.rules import Rule, order_for, renyi, total
+from hushgrad.ledger.rules import Filter, order_for, renyi, total
 from hushgrad.ledger.spending import Spend
 
-__all__ = ["UNKNOWN", "Budget", "Entry", "Ledger", "Rule", "Spend", "order_for", "renyi", "total"]
+__all__ = ["UNKNOWN", "Budget", "Entry", "Filter", "Ledger", "Spend", "order_for", "renyi", "total"]

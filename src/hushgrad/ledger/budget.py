@@ -15,7 +15,7 @@ from hushgrad.ledger.file import File
 from hushgrad.ledger.records import (
     PLAN,
     Account,
-    Row,
+    RunRow,
     add_charge,
     add_row,
     loaded,
@@ -24,11 +24,11 @@ from hushgrad.ledger.records import (
     salt,
     sealed,
 )
-from hushgrad.ledger.rules import Rule
+from hushgrad.ledger.rules import Filter
 from hushgrad.ledger.spending import Spend
 from hushgrad.types import Refused, Relation
 
-Surcharge = Callable[[Row], tuple[Spend, str] | None]
+Surcharge = Callable[[RunRow], tuple[Spend, str] | None]
 """A run's row, to what resuming it costs and the reason; None where it costs nothing."""
 
 
@@ -69,7 +69,7 @@ class Budget:
         return self.account.relation
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> Filter:
         """The filter that adds up."""
         return self.account.rule
 
@@ -108,7 +108,7 @@ class Budget:
         """
         described = json.dumps(plan, sort_keys=True)
         identity = secrets.token_hex(8)
-        row = Row(identity, self.name, label, described, now(), 0, 0, 0, boot(), "", None, None)
+        row = RunRow(identity, self.name, label, described, now(), 0, 0, 0, boot(), "", None, None)
         with self._file.writing() as connection:
             account = loaded(connection, self.name, self._file.path)
             cost = account.cost(spend)
@@ -172,7 +172,7 @@ class Budget:
         return f"Budget({self.name!r}, ({account.epsilon:g}, {account.delta:g}), {account.rule!r})"
 
 
-def _require_row(account: Account, identity: str, file: File) -> Row:
+def _require_row(account: Account, identity: str, file: File) -> RunRow:
     for row in account.rows:
         if row.id == identity:
             return row

@@ -20,7 +20,7 @@ from hushgrad.ledger.records import (
     PLAN,
     Account,
     Charge,
-    Row,
+    RunRow,
     add_charge,
     as_text,
     loaded,
@@ -173,7 +173,7 @@ class Entry:
         with self._file.reading() as connection:
             return loaded(connection, self._budget, self._file.path)
 
-    def _row(self) -> Row:
+    def _row(self) -> RunRow:
         return _found(self._account(), self.id)
 
     def require_held(self) -> None:
@@ -182,14 +182,14 @@ class Entry:
             self._require_holder(_row(connection, self.id))
 
     @contextmanager
-    def _holding(self, *, durable: bool = True) -> Iterator[tuple[sqlite3.Connection, Row]]:
+    def _holding(self, *, durable: bool = True) -> Iterator[tuple[sqlite3.Connection, RunRow]]:
         """A transaction of the one process that carries the run on, and the run's row in it."""
         with self._file.writing(durable=durable) as connection:
             row = _row(connection, self.id)
             self._require_holder(row)
             yield connection, row
 
-    def _require_holder(self, row: Row) -> None:
+    def _require_holder(self, row: RunRow) -> None:
         if self._holder is None:
             raise Refused(
                 f"expected a run that this process carries on, got {self.id}, which it only reads; "
@@ -210,7 +210,7 @@ class Entry:
         connection.execute(f"UPDATE entries SET {changes} WHERE id = ?", (*values, self.id))
 
 
-def take_over(connection: sqlite3.Connection, row: Row, *, home: str) -> str:
+def take_over(connection: sqlite3.Connection, row: RunRow, *, home: str) -> str:
     """Make the caller the one that carries the run on; returns what it is known by from now on.
 
     Whatever may have been released so far, by anyone, is below the row's position from here on.
@@ -238,7 +238,7 @@ def charge_more(
     remember(connection, account.name, run, what)
 
 
-def over(row: Row, got: str) -> Refused:
+def over(row: RunRow, got: str) -> Refused:
     """The refusal of what would add to a run that is settled."""
     return Refused(
         f"expected at most a replay of the run {row.id}, which was settled at {row.settled}, got "
@@ -255,12 +255,12 @@ def boot() -> str:
         return secrets.token_hex(8)
 
 
-def _row(connection: sqlite3.Connection, identity: str) -> Row:
+def _row(connection: sqlite3.Connection, identity: str) -> RunRow:
     found = connection.execute("SELECT * FROM entries WHERE id = ?", (identity,)).fetchone()
-    return Row(*found)
+    return RunRow(*found)
 
 
-def _found(account: Account, identity: str) -> Row:
+def _found(account: Account, identity: str) -> RunRow:
     return next(row for row in account.rows if row.id == identity)
 
 
@@ -275,7 +275,7 @@ def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
     return None
 
 
-def _settled_cost(account: Account, row: Row, plan: Charge, *, done: DpEvent | None) -> Amounts:
+def _settled_cost(account: Account, row: RunRow, plan: Charge, *, done: DpEvent | None) -> Amounts:
     # Where the steps were drawn beforehand, the cost is that of the draw: giving back what a
     # small number leaves over, and no more than the draw's for a large one, would under-count.
     # Nor is a run given back that took no step: the number is known, and could be drawn anew.

@@ -12,7 +12,7 @@ from hushgrad.accounting.accountants import require_delta
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.file import File
 from hushgrad.ledger.records import Account, figure, loaded, remember, salt, sealed
-from hushgrad.ledger.rules import Amounts, Rule, total
+from hushgrad.ledger.rules import Amounts, Filter, total
 from hushgrad.types import Refused, Relation
 
 
@@ -41,7 +41,7 @@ class Ledger:
         epsilon: float,
         delta: float,
         relation: Relation | None = None,
-        rule: Rule | None = None,
+        rule: Filter | None = None,
     ) -> Budget:
         """Set what may be spent on a data set, or change it; changes are kept in the history.
 
@@ -134,7 +134,7 @@ def require_budget(name: str, *, epsilon: float, delta: float) -> None:
         require_delta(delta)
 
 
-def _require_unchanged(account: Account, rule: Rule, relation: Relation, limit: Amounts) -> None:
+def _require_unchanged(account: Account, rule: Filter, relation: Relation, limit: Amounts) -> None:
     if not account.rows:
         return
     old, new = (account.rule.spelled, account.relation.value), (rule.spelled, relation.value)

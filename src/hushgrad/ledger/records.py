@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hushgrad.ledger.file import damaged, digest_of
-from hushgrad.ledger.rules import Amounts, Rule, added, left_of, rule_named
+from hushgrad.ledger.rules import Amounts, Filter, added, left_of, rule_named
 from hushgrad.ledger.spending import Spend, read, written
 from hushgrad.types import Refused, Relation
 
@@ -43,7 +43,7 @@ class Charge:
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """A run: `position` steps may have been released.
 
     Of the steps below `floor`, the process that holds the run cannot know that they were not; of
@@ -72,9 +72,9 @@ class Account:
     epsilon: float
     delta: float
     relation: Relation
-    rule: Rule
+    rule: Filter
     fingerprint: str
-    rows: tuple[Row, ...]
+    rows: tuple[RunRow, ...]
     charges: tuple[Charge, ...]
 
     @property
@@ -155,7 +155,7 @@ def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
         Relation(relation),
         rule_named(rule, order),
         fingerprint,
-        tuple(Row(*row) for row in _rows(connection, name)),
+        tuple(RunRow(*row) for row in _rows(connection, name)),
         charges,
     )
 
@@ -188,7 +188,7 @@ def _charges(connection: sqlite3.Connection, name: str) -> list[tuple[Any, ...]]
     return connection.execute(asked, (name,)).fetchall()
 
 
-def add_row(connection: sqlite3.Connection, row: Row) -> None:
+def add_row(connection: sqlite3.Connection, row: RunRow) -> None:
     """Write a new run."""
     values = astuple(row)
     places = ", ".join("?" * len(values))

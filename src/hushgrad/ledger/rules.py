@@ -23,7 +23,7 @@ Amounts = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Filter:
     """A fully adaptive filter.
 
     `units` names what it adds up, `cost` is a spend in these units, `limit` a budget (ε, δ) in
@@ -49,7 +49,7 @@ class Rule:
         return f"{self.name}({'' if self.order is None else self.order})"
 
 
-def total() -> Rule:
+def total() -> Filter:
     """Σε and Σδ over whole runs, each by its own accountant: the default, for every event.
 
     A run costs what its plan does, however many of its steps it takes.
@@ -57,7 +57,7 @@ def total() -> Rule:
     >>> total()
     total()
     """
-    return Rule(
+    return Filter(
         name="total",
         order=None,
         units=("epsilon", "delta"),
@@ -69,7 +69,7 @@ def total() -> Rule:
     )
 
 
-def renyi(order: float) -> Rule:
+def renyi(order: float) -> Filter:
     """Σ of Rényi DP at one order α, against the Rényi DP that (ε, δ) allows at this order.
 
     Steps that a run did not take are given back. Only for events that Rényi DP covers.
@@ -95,7 +95,7 @@ def renyi(order: float) -> Rule:
         found = float(compute_epsilon([order], [left[0]], delta)[0])
         return math.nextafter(found, 0.0), delta
 
-    return Rule(
+    return Filter(
         name="renyi",
         order=order,
         units=("rdp",),
@@ -120,7 +120,7 @@ def order_for(event: DpEvent, *, delta: float, relation: Relation = Relation.ADD
     return float(compute_epsilon(*_curve(event, relation, RDP), delta)[1])
 
 
-def rule_named(name: str, order: float | None) -> Rule:
+def rule_named(name: str, order: float | None) -> Filter:
     """The rule of this name, as a ledger keeps it."""
     if name == "total":
         return total()

@@ -11,9 +11,9 @@ from hushgrad.reproductions import (
     srm_mnist,
     srm_table2,
 )
-from hushgrad.reproductions.study import Settings
+from hushgrad.reproductions.study import StudySettings
 
-Reproduction = Callable[[Settings], None]
+Reproduction = Callable[[StudySettings], None]
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     "glm-dimension": glm_dimension.glm_dimension,
@@ -24,4 +24,4 @@ REPRODUCTIONS: dict[str, Reproduction] = {
 }
 """By the names that `hushgrad reproduce` knows."""
 
-__all__ = ["REPRODUCTIONS", "Reproduction", "Settings"]
+__all__ = ["REPRODUCTIONS", "Reproduction", "StudySettings"]

@@ -13,7 +13,7 @@ from hushgrad.clipping.rules import Clip
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.losses import ScoreLoss
-from hushgrad.glm.rows import Rows
+from hushgrad.glm.rows import RowSource
 from hushgrad.noise import gaussian
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
@@ -34,7 +34,7 @@ def noise_multiplier(epsilon: float, delta: float, steps: int) -> float:
 
 
 def descended(
-    rows: Rows,
+    rows: RowSource,
     labels: Tensor,
     *,
     loss: ScoreLoss,

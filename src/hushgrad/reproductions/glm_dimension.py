@@ -23,7 +23,7 @@ from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import logistic
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.reproductions.descending import descended, noise_multiplier
-from hushgrad.reproductions.study import Figure, Settings, Table
+from hushgrad.reproductions.study import Figure, StudySettings, Table
 
 EPSILON, DELTA, STEPS = 2.0, 1e-5, 400
 RECORDS, RANK = 256, 5
@@ -37,7 +37,7 @@ WAYS = ("free", "projected", "projected, its own rate")
 
 
 @dataclass(frozen=True)
-class Ball:
+class RowsBall:
     """The nearest point of norm at most `radius`, of all rows of θ as one vector."""
 
     radius: float
@@ -47,7 +47,7 @@ class Ball:
 
 
 @dataclass(frozen=True)
-class Problem:
+class RiskProblem:
     """Logistic regression on rows of norm 1 in k dimensions, and its minimiser."""
 
     objective: ClippedObjective
@@ -63,7 +63,7 @@ class Problem:
         return self.objective.original(theta) - self.objective.original(self.minimiser)
 
 
-def problem(records: int = RECORDS, *, seed: int = 0) -> Problem:
+def problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
     """Simulated records, the same for every p."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(records, RANK))
@@ -75,10 +75,12 @@ def problem(records: int = RECORDS, *, seed: int = 0) -> Problem:
     objective = ClippedObjective(
         Huberised(logistic(), abadi(CLIP_NORM)), torch.from_numpy(x), torch.from_numpy(y)
     )
-    return Problem(objective, objective.minimiser(clipped=False))
+    return RiskProblem(objective, objective.minimiser(clipped=False))
 
 
-def glm_dimension(settings: Settings, *, largest: int = 10_000, records: int = RECORDS) -> None:
+def glm_dimension(
+    settings: StudySettings, *, largest: int = 10_000, records: int = RECORDS
+) -> None:
     """Tabulate and draw the excess risk against p; `largest` is the last p, a power of ten."""
     given = problem(records)
     sizes = [10**power for power in range(1, round(math.log10(largest)) + 1)]
@@ -121,11 +123,11 @@ def glm_dimension(settings: Settings, *, largest: int = 10_000, records: int = R
     _draw(risks, bounds, start, settings)
 
 
-def excess_risks(given: Problem, p: int, *, noise: float, seeds: int) -> dict[str, Figure]:
+def excess_risks(given: RiskProblem, p: int, *, noise: float, seeds: int) -> dict[str, Figure]:
     """The excess risk of DP-GD in p dimensions, in each of the ways."""
     basis = torch.from_numpy(np.linalg.qr(np.random.default_rng(p).normal(size=(p, RANK)))[0])
     rows = scaled_rows(given.objective.features @ basis.T, feature_norm=1.0)
-    inside = Ball(given.distance)
+    inside = RowsBall(given.distance)
 
     def rate(rank: int) -> float:
         return best_rate(
@@ -157,7 +159,7 @@ def _draw(
     risks: dict[int, dict[str, Figure]],
     bounds: dict[int, list[float]],
     start: float,
-    settings: Settings,
+    settings: StudySettings,
 ) -> None:
     from matplotlib.figure import Figure as Picture  # takes a second to import
 

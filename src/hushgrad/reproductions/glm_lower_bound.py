@@ -21,7 +21,7 @@ from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, logistic
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.reproductions.descending import descended
-from hushgrad.reproductions.study import Cell, Figure, Settings, Table
+from hushgrad.reproductions.study import Cell, Figure, StudySettings, Table
 
 EPSILON, DELTA, STEPS = 1.0, 1e-6, 200
 COPIES = (10, 100, 1000, 3000)
@@ -90,7 +90,7 @@ SQUARED = Lure(
 )
 
 
-def glm_lower_bound(settings: Settings, *, copies: Sequence[int] = COPIES) -> None:
+def glm_lower_bound(settings: StudySettings, *, copies: Sequence[int] = COPIES) -> None:
     """Tabulate and draw the excess risk of clipped DP-GD against n, for several norms."""
     found = {}
     for lure in (LOGISTIC, SQUARED):
@@ -149,7 +149,7 @@ def trained_risk(lure: Lure, norm: float, copies: int, *, seeds: int) -> Figure:
 def _draw(
     found: dict[tuple[str, float], tuple[float, list[Figure]]],
     copies: Sequence[int],
-    settings: Settings,
+    settings: StudySettings,
 ) -> None:
     from matplotlib.figure import Figure as Picture  # takes a second to import
 

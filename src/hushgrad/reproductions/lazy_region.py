@@ -23,7 +23,7 @@ from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, squared
 from hushgrad.glm.rows import scaled_rows
 from hushgrad.reproductions.descending import descended
-from hushgrad.reproductions.study import Figure, Settings, Table
+from hushgrad.reproductions.study import Figure, StudySettings, Table
 
 EACH = 10_000
 """Records of each kind, as in the paper."""
@@ -156,7 +156,7 @@ def end(tug: Tug, clip: Clip, start: float, *, epsilon: float, seed: int = 0) ->
     return start + float(moved)
 
 
-def lazy_regions(settings: Settings, *, each: int = EACH) -> None:
+def lazy_regions(settings: StudySettings, *, each: int = EACH) -> None:
     """Tabulate lazy regions and where runs end, and draw the mean clipped gradients."""
     tugs = [intercept(each), mixture(each)]
     for tug in tugs:
@@ -188,7 +188,7 @@ def lazy_regions(settings: Settings, *, each: int = EACH) -> None:
     _draw(tugs, settings)
 
 
-def _draw(tugs: Sequence[Tug], settings: Settings) -> None:
+def _draw(tugs: Sequence[Tug], settings: StudySettings) -> None:
     from matplotlib.figure import Figure as Picture  # takes a second to import
 
     picture = Picture(figsize=(10, 4), layout="constrained")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hushgrad.batches.records import count
 from hushgrad.data.split import Split
-from hushgrad.data.tables import Table
+from hushgrad.data.tables import LabelledTable
 from hushgrad.glm import PrivateLogisticRegression
 from hushgrad.glm.closed import LinearLoss
 from hushgrad.glm.losses import logistic
@@ -26,7 +26,7 @@ PENALTY = 1e-3
 
 
 @dataclass(frozen=True)
-class Problem:
+class LinearTask:
     """Records, and the public constant `scale` that every row is multiplied by.
 
     The model sees scaled rows; objective and regulariser are those of the rows as they are.
@@ -94,7 +94,7 @@ _USUAL = {"a9a": math.sqrt(14), "ijcnn1": 1.2}
 """Norms of rows: a bound, and what is usual. That of ijcnn1 was read off it, and is not public."""
 
 
-def problem(split: Split[Table], *, scaled: bool) -> Problem:
+def problem(split: Split[LabelledTable], *, scaled: bool) -> LinearTask:
     """The data as a problem; scaled rows have norm 1 at most, by a bound that is public.
 
     Rows of a9a have 14 entries of 1 at most, those of ijcnn1 22 entries from -1 to 1.
@@ -102,11 +102,11 @@ def problem(split: Split[Table], *, scaled: bool) -> Problem:
     scale = 1 / _LARGEST[split.name] if scaled else 1.0
     train, test = ((x * scale, 2.0 * y.float() - 1) for x, y in (split.train, split.test))
     norms = (scale * norm[split.name] for norm in (_LARGEST, _USUAL))
-    return Problem(split.name, train, test, scale, *norms)
+    return LinearTask(split.name, train, test, scale, *norms)
 
 
 def fitted(
-    problem: Problem,
+    problem: LinearTask,
     plan: Plan,
     *,
     rate: float,
@@ -143,7 +143,7 @@ def fitted(
 
 
 def perturbed(
-    problem: Problem, *, epsilon: float, delta: float, relation: Relation, seed: int
+    problem: LinearTask, *, epsilon: float, delta: float, relation: Relation, seed: int
 ) -> dict[str, float]:
     """Objective perturbation, which minimises with a ridge in the regulariser's place."""
     x, y = (part.double().numpy() for part in problem.train)
@@ -165,7 +165,7 @@ def perturbed(
     return problem.measured(model) | {"seconds": spent}
 
 
-def minimum(problem: Problem) -> dict[str, float]:
+def minimum(problem: LinearTask) -> dict[str, float]:
     """The objective over the private records, minimised without privacy."""
     model = problem.model()
     x, y = problem.train

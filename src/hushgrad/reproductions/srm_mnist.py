@@ -16,7 +16,7 @@ from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
 from hushgrad.points import swapped
-from hushgrad.reproductions.study import Figure, Settings, Table, figures
+from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
 from hushgrad.run.training import train
@@ -34,12 +34,12 @@ PUBLISHED = {
 """Test errors in %."""
 _POINTS = 20  # of a curve
 
-Curve = list[tuple[int, float, float]]
+ErrorCurve = list[tuple[int, float, float]]
 """Steps taken, CPU seconds, and the test error in % of what a run that ended there gives out."""
 
 
 @dataclass(frozen=True)
-class Method:
+class TunedMethod:
     """What was run: a batch, passes over the data, a rate of SGD, and C2 where there is one."""
 
     name: str
@@ -71,9 +71,9 @@ class Method:
 
 
 METHODS = (
-    Method("DP-SGD", batch=1024, passes=20, rate=1.0),
-    Method("DP-SGD, 0.3 × iterations", batch=1024, passes=6, rate=2.0),
-    Method("DP-SRM", batch=1024, passes=6, rate=4.0, gamma=0.7),
+    TunedMethod("DP-SGD", batch=1024, passes=20, rate=1.0),
+    TunedMethod("DP-SGD, 0.3 × iterations", batch=1024, passes=6, rate=2.0),
+    TunedMethod("DP-SRM", batch=1024, passes=6, rate=4.0, gamma=0.7),
 )
 """DP-SRM has 0.3 times the iterations, as the paper reports, and DP-SGD is run as short beside it.
 Rates are above the paper's grid, which ends at 0.5; batches and C2 = γ are of it."""
@@ -99,7 +99,7 @@ def network() -> nn.Sequential:
     )
 
 
-def srm_mnist(settings: Settings) -> None:
+def srm_mnist(settings: StudySettings) -> None:
     """Test errors at both budgets, and a figure of them by iterations and by time."""
     split = mnist(settings.data)
     table = Table(
@@ -113,7 +113,7 @@ def srm_mnist(settings: Settings) -> None:
             "non-private knowledge, which no guarantee covers.",
         ],
     )
-    curves: dict[tuple[float, str], list[Curve]] = {}
+    curves: dict[tuple[float, str], list[ErrorCurve]] = {}
     for epsilon in EPSILONS:
         for method in METHODS:
             made = method.plan(len(split.train[1]), epsilon)
@@ -132,7 +132,7 @@ def _trained(
     data: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
     seed: int,
-) -> Curve:
+) -> ErrorCurve:
     torch.manual_seed(seed)
     model = network()
     params = dict(model.named_parameters())
@@ -146,7 +146,7 @@ def _trained(
     ends = sorted({-(-len(run) * part // _POINTS) for part in range(1, _POINTS + 1)})
     rules = {end: _tail(end) for end in ends}  # as the plan's own, had it ended there
     kept = {end: rule.begin(end, rng) for end, rule in rules.items()}
-    curve: Curve = []
+    curve: ErrorCurve = []
     seconds, started = 0.0, time.process_time()
     for batch in run:
         run.step(loss, batch)
@@ -167,7 +167,9 @@ def _error(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
     return 100 * float((found != test[1]).double().mean())
 
 
-def _add(table: Table, epsilon: float, method: Method, plan: Plan, curves: Sequence[Curve]) -> None:
+def _add(
+    table: Table, epsilon: float, method: TunedMethod, plan: Plan, curves: Sequence[ErrorCurve]
+) -> None:
     passes = sum(
         count * stage.sampling.expected_batch(plan.records) for stage, count in plan.stages
     )
@@ -183,7 +185,7 @@ def _add(table: Table, epsilon: float, method: Method, plan: Plan, curves: Seque
     )
 
 
-def _draw(curves: dict[tuple[float, str], list[Curve]], path: Path) -> None:
+def _draw(curves: dict[tuple[float, str], list[ErrorCurve]], path: Path) -> None:
     from matplotlib.figure import Figure as Picture  # takes a second to import
 
     picture = Picture(figsize=(9, 7), layout="constrained")

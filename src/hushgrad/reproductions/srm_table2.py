@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hushgrad.data.split import Split
-from hushgrad.data.tables import Table as Records
+from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
-from hushgrad.reproductions.linear import Problem, fitted, minimum, perturbed, problem
+from hushgrad.reproductions.linear import LinearTask, fitted, minimum, perturbed, problem
 from hushgrad.reproductions.methods import (
     BOTH_PARTS,
     C1,
@@ -22,7 +22,7 @@ from hushgrad.reproductions.methods import (
     Method,
     Task,
 )
-from hushgrad.reproductions.study import Figure, Settings, Table, figures
+from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
 
 EPSILONS = (0.2, 0.5)
 PUBLISHED = {
@@ -37,7 +37,7 @@ PUBLISHED = {
 }
 """On a9a: test loss plus regulariser, and passes over the data."""
 
-Curve = list[tuple[float, float]]
+ObjectiveCurve = list[tuple[float, float]]
 """Passes over the data, and the test objective after them, before any output rule."""
 
 
@@ -49,13 +49,13 @@ STUDIES: tuple[tuple[Load, tuple[tuple[Accounting, bool], ...]], ...] = (
 """Data sets, and for each how runs are accounted for and whether rows are scaled."""
 
 
-def srm_table2(settings: Settings) -> None:
+def srm_table2(settings: StudySettings) -> None:
     """Both data sets; a9a with rows scaled and not, each by both ways of accounting."""
     for load, ways in STUDIES:
         _study(settings, load, ways)
 
 
-def _study(settings: Settings, load: Load, ways: tuple[tuple[Accounting, bool], ...]) -> None:
+def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bool], ...]) -> None:
     split = load(settings.data)
     table = Table(
         f"DP-SRM and its baselines on {split.name}, δ = 1e-5",
@@ -76,7 +76,7 @@ def _study(settings: Settings, load: Load, ways: tuple[tuple[Accounting, bool], 
         ),
         notes=_notes(split, settings),
     )
-    curves: dict[tuple[float, str], Curve] = {}
+    curves: dict[tuple[float, str], ObjectiveCurve] = {}
     for accounting, scaled in ways:
         task_problem = problem(split, scaled=scaled)
         for epsilon in EPSILONS:
@@ -84,7 +84,7 @@ def _study(settings: Settings, load: Load, ways: tuple[tuple[Accounting, bool], 
                 epsilon, task_problem.records, scaled, accounting, length=task_problem.length
             )
             for method in METHODS:
-                curve: Curve = []
+                curve: ObjectiveCurve = []
                 found = _runs(settings, task_problem, task, method, curve)
                 _add(table, task, method.name, found, split.name)
                 if scaled and accounting is TIGHT:
@@ -106,7 +106,7 @@ def _study(settings: Settings, load: Load, ways: tuple[tuple[Accounting, bool], 
 
 
 def _runs(
-    settings: Settings, problem: Problem, task: Task, method: Method, curve: Curve
+    settings: StudySettings, problem: LinearTask, task: Task, method: Method, curve: ObjectiveCurve
 ) -> dict[str, Figure]:
     """A plan for all seeds; the first one's objective is followed for the picture."""
     settings.progress(
@@ -148,7 +148,7 @@ def _add(table: Table, task: Task, name: str, found: dict[str, Figure], data: st
     )
 
 
-def _notes(split: Split[Records], settings: Settings) -> list[str]:
+def _notes(split: Split[Records], settings: StudySettings) -> list[str]:
     best = minimum(problem(split, scaled=False))
     return [
         f"Means of {settings.seeds} seeds with 95 % confidence intervals.",
@@ -172,7 +172,7 @@ def _notes(split: Split[Records], settings: Settings) -> list[str]:
 
 
 def _draw(
-    curves: dict[tuple[float, str], Curve], best: dict[str, float], path: Path, data: str
+    curves: dict[tuple[float, str], ObjectiveCurve], best: dict[str, float], path: Path, data: str
 ) -> None:
     from matplotlib.figure import Figure as Picture  # takes a second to import
 

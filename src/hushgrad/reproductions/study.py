@@ -97,7 +97,7 @@ def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class StudySettings:
     """What a reproduction is run with: data sets, a folder for what it leaves, seeds."""
 
     out: Path

@@ -17,7 +17,7 @@ from dp_accounting import DpEvent
 
 from hushgrad.ledger import Budget, Entry, Ledger, Spend
 from hushgrad.ledger.entry import over
-from hushgrad.ledger.records import Row
+from hushgrad.ledger.records import RunRow
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
 from hushgrad.sampling import Shuffled
@@ -109,7 +109,7 @@ def resumed(
     nobody else can charge or settle the run, and may refuse.
     """
 
-    def charge(row: Row) -> tuple[Spend, str] | None:
+    def charge(row: RunRow) -> tuple[Spend, str] | None:
         check()
         if replay or step == plan.steps:  # where the run is over, only its end is still written
             return None

@@ -25,11 +25,11 @@ _TREE = "state"
 _MARK = b'"digest":"'  # before the digest, in the header
 _BLANK = b"0" * 64  # in the place of the digest, while it is computed
 
-State = Mapping[str, Any]
+Contents = Mapping[str, Any]
 """Nested dictionaries, lists, tuples, numbers, strings, None and tensors."""
 
 
-def write(path: Path, state: State) -> None:
+def write(path: Path, state: Contents) -> None:
     """Write the state to a file, whole or not at all: an older one stays until the end."""
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_packed(state, _TREE, tensors)).encode()

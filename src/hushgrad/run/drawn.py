@@ -17,7 +17,7 @@ from hushgrad.gradients.guards import same_bits
 from hushgrad.types import Batch, Refused
 
 
-class Drawn:
+class DrawnBatch:
     """The tensors of a batch as they were drawn, by which to know them again."""
 
     def __init__(self, batch: Batch) -> None:

@@ -17,7 +17,7 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.batches.records import count
-from hushgrad.gradients.observed import Values, observe
+from hushgrad.gradients.observed import RecordValues, observe
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian, release
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
@@ -46,7 +46,7 @@ class Evaluation:
 
 @needs_rng
 def evaluate(
-    values: Mapping[str, Values],
+    values: Mapping[str, RecordValues],
     data: Any,
     *,
     records: int,
@@ -112,7 +112,7 @@ def evaluate(
     )
 
 
-def _require(values: Mapping[str, Values], *, records: int, chunk: int) -> None:
+def _require(values: Mapping[str, RecordValues], *, records: int, chunk: int) -> None:
     if not values:
         raise ValueError("expected a function to average, got none; name one or more")
     if records < 1 or chunk < 1:
@@ -145,7 +145,7 @@ def _noise(
 
 
 def _opened(
-    budget: Budget, spend: Spend, values: Mapping[str, Values], loader: Loader, records: int
+    budget: Budget, spend: Spend, values: Mapping[str, RecordValues], loader: Loader, records: int
 ) -> Entry:
     plan = {"evaluation": list(values), "records": records}
     fingerprint = loader.fingerprint(budget.salt)
@@ -153,7 +153,7 @@ def _opened(
 
 
 def _total(
-    values: Mapping[str, Values],
+    values: Mapping[str, RecordValues],
     loader: Loader,
     modules: Sequence[nn.Module],
     chunk: int,

@@ -25,8 +25,8 @@ from hushgrad.gradients import (
 )
 from hushgrad.gradients.constants import opened
 from hushgrad.gradients.guards import restored
-from hushgrad.gradients.objective import Subject
-from hushgrad.types import Batch, Foreseen, Loss, Params
+from hushgrad.gradients.objective import Objective
+from hushgrad.types import Batch, EagerWeights, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
 """Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
@@ -99,7 +99,7 @@ class Execution:
         params: Params,
         batch: Batch,
         modules: Sequence[nn.Module] = (),
-        foreseen: Foreseen | None = None,
+        foreseen: EagerWeights | None = None,
         capacity: int = 0,
     ) -> Gradients:
         """Per-sample gradients of one micro-batch; a loss may have them itself."""
@@ -205,7 +205,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
     """Bytes that one pass keeps: each storage counted once, parameters left out."""
     certificate = certificate_for(loss, params, batch, modules=modules)
     batch, _ = opened(batch)
-    subject = Subject(loss, params, tuple(modules))
+    objective = Objective(loss, params, tuple(modules))
     own = {p.untyped_storage().data_ptr() for p in params.values()}
     held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
 
@@ -217,7 +217,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.random.fork_rng(), restored(params, modules), hooks:
-        gradients = run_certified(certificate, subject, batch, certificate.slots(count(batch)))
+        gradients = run_certified(certificate, objective, batch, certificate.slots(count(batch)))
     for x in gradients.held() if gradients is not None else ():
         note(x)
     return sum(storage.nbytes() for storage in held.values())

@@ -23,7 +23,7 @@ from hushgrad.gradients.guards import same_bits
 from hushgrad.run.step import gradient_of
 from hushgrad.types import Batch, Params, Refused
 
-Penalty = Callable[[], Tensor]
+PenaltyFunction = Callable[[], Tensor]
 
 
 class Constants:
@@ -47,7 +47,7 @@ class Constants:
         self._steps = 0
         self._code: CodeType | None = None
 
-    def require(self, penalty: Penalty, params: Params, *batches: Batch) -> None:
+    def require(self, penalty: PenaltyFunction, params: Params, *batches: Batch) -> None:
         """Refuse a penalty that depends on anything but parameters, buffers and constants.
 
         Every tensor that it reads is looked at in each step. That it comes to the same bits beside
@@ -92,7 +92,7 @@ class _Reading(TorchDispatchMode):
         self.tensors: dict[int, Tensor] = {}
         self._made: dict[int, Any] = {}
 
-    def during(self, penalty: Penalty) -> Tensor:
+    def during(self, penalty: PenaltyFunction) -> Tensor:
         """Call the penalty and note what it reads."""
         with self:
             return penalty()
@@ -109,7 +109,7 @@ class _Reading(TorchDispatchMode):
 
 
 def _require_same_beside_others(
-    penalty: Penalty, value: Tensor, params: Params, records: list[Tensor]
+    penalty: PenaltyFunction, value: Tensor, params: Params, records: list[Tensor]
 ) -> None:
     """Compare value and gradient with those that come out while the batch is another."""
     with torch.random.fork_rng(), torch.enable_grad(), _replaced(records):

@@ -14,7 +14,7 @@ from dp_accounting import ComposedDpEvent, DpEvent
 from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
-from hushgrad.algorithms import Algorithm, Course, Sgd, Stage
+from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
 from hushgrad.algorithms.algorithm import counted
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
@@ -74,19 +74,19 @@ class Plan:
                 f"expected no metrics with {self.algorithm!r}, which does not release one sum for "
                 "each step, got some; leave them out"
             )
-        self.algorithm.check(self.course)
+        self.algorithm.check(self.conditions)
 
     @property
-    def course(self) -> Course:
+    def conditions(self) -> Conditions:
         """What the algorithm is told of the plan."""
-        return Course(self.sampling, self.records, self.relation, self.clip)
+        return Conditions(self.sampling, self.records, self.relation, self.clip)
 
-    def stage(self, step: int) -> Stage:
+    def stage(self, step: int) -> StepPlan:
         """The batch of one step, and how much noise it gets relative to σ."""
-        return self.algorithm.stage(step, self.course)
+        return self.algorithm.stage(step, self.conditions)
 
     @cached_property
-    def stages(self) -> list[tuple[Stage, int]]:
+    def stages(self) -> list[tuple[StepPlan, int]]:
         """The stages that there are, with how many steps are of each."""
         return counted(self.stage(step) for step in range(self.steps))
 
@@ -110,7 +110,7 @@ class Plan:
 
     def event(self, steps: int) -> DpEvent:
         """A run of so many steps, as one event."""
-        return _event(self.algorithm, self.noise_multiplier, steps, self.course)
+        return _event(self.algorithm, self.noise_multiplier, steps, self.conditions)
 
     @cached_property
     def epsilon(self) -> float:
@@ -208,13 +208,13 @@ def plan(
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm
-    course = Course(drawn, records, relation, rule)
+    conditions = Conditions(drawn, records, relation, rule)
     require_relation(drawn, relation)
-    chosen.check(course)
+    chosen.check(conditions)
     if noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier, _ = least_noise(
-            lambda sigma: _event(chosen, sigma, steps, course),
+            lambda sigma: _event(chosen, sigma, steps, conditions),
             Target(epsilon, delta, relation, accountant),
         )
     return Plan(
@@ -232,8 +232,8 @@ def plan(
     )
 
 
-def _event(algorithm: Algorithm, sigma: float, steps: int, course: Course) -> DpEvent:
+def _event(algorithm: Algorithm, sigma: float, steps: int, conditions: Conditions) -> DpEvent:
     def rounds(count: int) -> DpEvent:
-        return algorithm.event(sigma, steps=count, course=course)
+        return algorithm.event(sigma, steps=count, conditions=conditions)
 
     return algorithm.output.event(rounds, steps)

@@ -49,7 +49,7 @@ Fingerprint = Callable[[bytes], str]
 
 
 @runtime_checkable
-class Training(Protocol):
+class Resumable(Protocol):
     """A run, as far as its memory needs to know it."""
 
     @property
@@ -64,7 +64,7 @@ Enter = Callable[[Claim | None], Books]
 """Enters a run into its ledger, and writes its key; what it makes in a folder, the claim knows."""
 
 
-class Memory:
+class RunStore:
     """What outlives a process, and what must not be told to anyone.
 
     `rng` makes the noise and `sampling` the batches; the latter is bound to the data, the plan and
@@ -110,7 +110,7 @@ class Memory:
             assert self._books is not None, "restore comes before the first release"
             self._books.released(step, digest)
 
-    def restore(self, run: Training, load: Callable[[Mapping[str, Any]], None]) -> None:
+    def restore(self, run: Resumable, load: Callable[[Mapping[str, Any]], None]) -> None:
         """Put a run where its checkpoint left it, by `load`; enter it, and write a checkpoint.
 
         The checkpoint has the run's draw, so that what is released from here on is never taken for
@@ -131,7 +131,7 @@ class Memory:
                         self._books.entry.settle(steps=0, event=None)
                 raise
 
-    def save(self, run: Training) -> None:
+    def save(self, run: Resumable) -> None:
         """Write a checkpoint; refused if another process carries the run on by now."""
         if self._folder is None:
             raise ValueError(
@@ -150,7 +150,7 @@ class Memory:
         }
         checkpoint.write(self._folder / CHECKPOINT, state)
 
-    def finish(self, run: Training) -> None:
+    def finish(self, run: Resumable) -> None:
         """Write the last checkpoint, settle what the run has cost, and destroy its key.
 
         In this order: a run whose cost is settled has a model.
@@ -185,7 +185,7 @@ def remembered(
     resume: bool,
     keep: Keep,
     fingerprint: Fingerprint,
-) -> Memory:
+) -> RunStore:
     """The memory of a run that starts, or goes on from the checkpoint in its folder."""
     if budget is not None:
         refuse_reproducible(rng)
@@ -194,7 +194,7 @@ def remembered(
         return _resumed(plan, rng, budget, folder, keep, fingerprint)
     own = _own(rng)
     entered = budget is not None or folder is not None
-    return Memory(
+    return RunStore(
         plan,
         own,
         sampling=_sampling(plan, own, fingerprint),
@@ -238,7 +238,7 @@ def _resumed(
     folder: Path,
     keep: Keep,
     fingerprint: Fingerprint,
-) -> Memory:
+) -> RunStore:
     """The memory of a run that goes on: its key, and the batches that it has drawn or draws anew.
 
     A step is released twice on one batch only if the key, the data and the ledger are the same.
@@ -283,7 +283,7 @@ def _resumed(
             check=check,
         )
 
-    return Memory(
+    return RunStore(
         plan,
         own,
         sampling=sampling,

@@ -25,7 +25,7 @@ from hushgrad.run.metrics import Metrics
 from hushgrad.types import (
     Batch,
     Bounded,
-    Foreseen,
+    EagerWeights,
     Loss,
     Params,
     PerSample,
@@ -42,7 +42,7 @@ _PLAIN = Execution()
 
 
 @dataclass(frozen=True)
-class Term:
+class Summand:
     """What is summed for each record: a per-sample gradient, clipped by a rule, times `factor`.
 
     `losses` are the records' losses where they are not those of `gradients`.
@@ -67,7 +67,7 @@ class Part:
     modules: Sequence[nn.Module]
     execution: Execution
     share: float = 1.0
-    foreseen: Foreseen | None = None
+    foreseen: EagerWeights | None = None
     capacity: int = 0
 
     @cached_property
@@ -93,12 +93,12 @@ class Part:
             )
 
 
-Ask = Callable[[Part], Sequence[Term]]
+Ask = Callable[[Part], Sequence[Summand]]
 """A query: what is summed for the records of a micro-batch, as terms that are added up."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchPass:
     """A pass over a batch: the loss, where gradients are taken, and how.
 
     `expected` is the rule that the query will clip by, as far as it is known: with it a form may
@@ -169,7 +169,7 @@ class Pass:
                 capacity,
             )
 
-    def _foreseen(self, share: float) -> Foreseen | None:
+    def _foreseen(self, share: float) -> EagerWeights | None:
         """The weights of each group by itself, if there are several and the rule allows it."""
         clip, partition = self.expected, self.groups(tuple(self.params))
         groups = len(partition.names)
@@ -182,11 +182,11 @@ class Pass:
             return clip.group_weights(norms, group=group, groups=groups)
 
         within = piece_error(clip.bound(groups), share=share)
-        return Foreseen(partition.mates, weights, within)
+        return EagerWeights(partition.mates, weights, within)
 
 
 @dataclass
-class Round:
+class StepContext:
     """One step of an algorithm: a batch that may be asked once, and the noise of the answer.
 
     Guarantees: noise is added once, whatever the batch, and scaled by the bound on one record.
@@ -194,7 +194,7 @@ class Round:
     `regulariser` reads no record; `penalty` is its gradient, once it is added to the estimate.
     """
 
-    work: Pass
+    work: BatchPass
     clip: Clip
     noise: Noise
     divisor: float
@@ -255,5 +255,5 @@ def clipped_sum(
     Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
     and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
     """
-    work = Pass(loss, params, batch, groups, modules, execution, metrics, observed, clip)
-    return work.sum(lambda part: [Term(part.here, clip)])
+    work = BatchPass(loss, params, batch, groups, modules, execution, metrics, observed, clip)
+    return work.sum(lambda part: [Summand(part.here, clip)])

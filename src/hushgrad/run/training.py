@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hushgrad.batches.nested import leaves_of
 from hushgrad.clipping.pieces import pieces_for
 from hushgrad.gradients import check_optimizer, forget_structure
-from hushgrad.gradients.observed import Values, observe
+from hushgrad.gradients.observed import RecordValues, observe
 from hushgrad.ledger import Budget, Entry
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.points import move
@@ -25,16 +25,16 @@ from hushgrad.run.admission import (
     require_folder_allowed,
     require_kind,
 )
-from hushgrad.run.drawn import Drawn
+from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
 from hushgrad.run.guarantee import Guarantee
 from hushgrad.run.metrics import NAME, Reading, packed, smoothed, unpacked
 from hushgrad.run.penalties import Constants
 from hushgrad.run.plan import Plan
 from hushgrad.run.randomness import own_randomness
-from hushgrad.run.resuming import Keep, Memory, none, remembered
+from hushgrad.run.resuming import Keep, RunStore, none, remembered
 from hushgrad.run.snapshot import Snapshot
-from hushgrad.run.step import Pass, Round, gradient_of
+from hushgrad.run.step import BatchPass, StepContext, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
 _MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
@@ -59,7 +59,7 @@ class Run:
         batches: Callable[[range], Iterator[Batch]],
         *,
         plan: Plan,
-        memory: Memory,
+        memory: RunStore,
         execution: Execution,
         constants: Constants,
     ) -> None:
@@ -72,7 +72,7 @@ class Run:
         self._remembered: dict[str, Any] = {}
         self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
         self._position = self.steps_taken = 0
-        self._drawn: Drawn | None = None
+        self._drawn: DrawnBatch | None = None
         self._unused = 0
         self._ended_at: int | None = None
         self._finished = False
@@ -120,7 +120,7 @@ class Run:
             )
         self._memory.drawn(self._position)
         self._position += 1
-        self._drawn = Drawn(batch)
+        self._drawn = DrawnBatch(batch)
 
     def step(
         self,
@@ -128,7 +128,7 @@ class Run:
         batch: Batch,
         *,
         penalty: Callable[[], Tensor] | None = None,
-        watch: Mapping[str, Values] = _NOTHING,
+        watch: Mapping[str, RecordValues] = _NOTHING,
     ) -> None:
         """One private step on the batch that was just drawn.
 
@@ -153,19 +153,19 @@ class Run:
         for p in self._params.values():
             p.grad = None  # the last step's, which would only take memory
         plan, step = self.plan, self._position - 1
-        round = self._round(loss, batch, watch, step, penalty)
+        context = self._round(loss, batch, watch, step, penalty)
         with own_randomness(self._memory.rng.derive("model", step)):
-            estimate, remembered = plan.algorithm.step(round, self._remembered)
-        self._memory.released(step, round.digest)
+            estimate, remembered = plan.algorithm.step(context, self._remembered)
+        self._memory.released(step, context.digest)
         self._remembered = remembered
-        self._read(round)
-        if round.regulariser is not None:
-            round.penalty = gradient_of(round.regulariser, self._params)
+        self._read(context)
+        if context.regulariser is not None:
+            context.penalty = gradient_of(context.regulariser, self._params)
         for name, p in self._params.items():
             grad = estimate[name].to(p.dtype)
-            p.grad = grad + round.penalty[name] if name in round.penalty else grad
+            p.grad = grad + context.penalty[name] if name in context.penalty else grad
         output = plan.algorithm.output
-        self._output = output.before(self._output, round)
+        self._output = output.before(self._output, context)
         plan.algorithm.update(self._params, self._optimizer)
         self.steps_taken += 1
         self._output = output.after(self._output, self._params, self.steps_taken)
@@ -253,7 +253,9 @@ class Run:
         self.readings = unpacked(state["readings"], names)
         self._left = Snapshot.of(self._model, self._optimizer)
 
-    def _observed(self, watch: Mapping[str, Values], part: Batch, step: int) -> dict[str, Tensor]:
+    def _observed(
+        self, watch: Mapping[str, RecordValues], part: Batch, step: int
+    ) -> dict[str, Tensor]:
         test = step & (step - 1) == 0  # as the model's independence is
         return {
             name: observe(values, part, modules=(self._model,), test=test)
@@ -264,12 +266,12 @@ class Run:
         self,
         loss: Loss,
         batch: Batch,
-        watch: Mapping[str, Values],
+        watch: Mapping[str, RecordValues],
         step: int,
         penalty: Callable[[], Tensor] | None,
-    ) -> Round:
+    ) -> StepContext:
         plan = self.plan
-        work = Pass(
+        work = BatchPass(
             loss,
             self._params,
             batch,
@@ -282,7 +284,7 @@ class Run:
             pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
             batch_size=plan.largest_batch,
         )
-        return Round(
+        return StepContext(
             work,
             self._clip,
             plan.noise(step),
@@ -293,16 +295,16 @@ class Run:
             regulariser=penalty,
         )
 
-    def _read(self, round: Round) -> None:
+    def _read(self, context: StepContext) -> None:
         metrics = self.plan.metrics
         if metrics is not None:
-            (released,) = round.releases
+            (released,) = context.releases
             found = released.values[NAME]
-            values = metrics.read(found, l2=released.l2, expected=round.divisor)
-            self.readings.append(Reading(round.step, values))
+            values = metrics.read(found, l2=released.l2, expected=context.divisor)
+            self.readings.append(Reading(context.step, values))
             self._clip = self.plan.clip.moved(self._clip, values["clipped"])
 
-    def _require_drawn(self, batch: Batch) -> Drawn:
+    def _require_drawn(self, batch: Batch) -> DrawnBatch:
         if self._drawn is None:
             raise Refused(
                 "expected a batch that the run has drawn and that no step has used, got another; "
@@ -326,7 +328,7 @@ class Run:
             )
         check_optimizer(self._optimizer, self._params)
 
-    def _require_watched(self, watch: Mapping[str, Values]) -> None:
+    def _require_watched(self, watch: Mapping[str, RecordValues]) -> None:
         expected = self.plan.metrics.watched if self.plan.metrics else ()
         if set(watch) != set(expected):
             remedy = (

@@ -14,10 +14,10 @@ from torch import nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.certify import Certificate
 from hushgrad.gradients.forms.choices import Form
-from hushgrad.gradients.objective import Subject, held_by
+from hushgrad.gradients.objective import Objective, held_by
 from hushgrad.types import Batch
 
-Key = tuple[Hashable, ...]
+CacheKey = tuple[Hashable, ...]
 _Alive = Callable[[], Any]
 _MOST_KEYS = 64
 _MOST_VARIANTS = 8
@@ -32,20 +32,20 @@ class Cache:
     """Certificates by fingerprint; one is forgotten when an object it speaks of is gone."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Key, tuple[list[_Alive], list[Certificate]]] = OrderedDict()
+        self._entries: OrderedDict[CacheKey, tuple[list[_Alive], list[Certificate]]] = OrderedDict()
 
-    def get(self, key: Key) -> list[Certificate]:
+    def get(self, key: CacheKey) -> list[Certificate]:
         alive, certificates = self._entries.get(key, ([], []))
         if _any_gone(alive):
             del self._entries[key]  # its ids may have passed to other objects
             return []
         return list(certificates)
 
-    def add(self, key: Key, certificate: Certificate, subject: Subject) -> None:
+    def add(self, key: CacheKey, certificate: Certificate, objective: Objective) -> None:
         _, certificates = self._entries.pop(key, ([], []))
         for old in [k for k, (alive, _) in self._entries.items() if _any_gone(alive)]:
             del self._entries[old]  # nobody can ask for it again, and it may hold programs
-        spoken_of = (*subject.params.values(), *held_by(subject.loss))
+        spoken_of = (*objective.params.values(), *held_by(objective.loss))
         alive = [_reference(x) for x in spoken_of]
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
@@ -63,21 +63,21 @@ def _reference(x: Any) -> _Alive:
         return lambda: (x,)  # lists, numbers and their like are kept: they cannot be watched
 
 
-def fingerprint(subject: Subject, forms: tuple[Form, ...], batch: Batch) -> Key:
+def fingerprint(objective: Objective, forms: tuple[Form, ...], batch: Batch) -> CacheKey:
     """What a certificate depends on.
 
     A lambda made anew at each step has the same code and closes over the same model, and must hit;
     one that closes over something else must not.
     """
-    device = next(iter(subject.params.values())).device.type
+    device = next(iter(objective.params.values())).device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
-        tuple([(name, id(p), p.dtype, p.shape) for name, p in subject.params.items()]),
-        tuple([_switches(child) for module in subject.modules for child in module.modules()]),
+        tuple([(name, id(p), p.dtype, p.shape) for name, p in objective.params.items()]),
+        tuple([_switches(child) for module in objective.modules for child in module.modules()]),
         tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
-        tuple([_value(x) for x in held_by(subject.loss)]),
+        tuple([_value(x) for x in held_by(objective.loss)]),
         forms,
-        subject.idle,
+        objective.idle,
         records.shapes(batch),
         autocast,
         torch.get_num_threads(),

@@ -44,10 +44,10 @@ from hushgrad.gradients.certification.way_back import (
 from hushgrad.gradients.comparison import ROUGHLY, differs
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import Slots, drawn, in_turn, room
-from hushgrad.gradients.forms.choices import Form, Run, traced
+from hushgrad.gradients.forms.choices import Form, RunForm, traced
 from hushgrad.gradients.forms.compiled import VECTOR
-from hushgrad.gradients.guards import Key, restored
-from hushgrad.gradients.objective import Subject, named
+from hushgrad.gradients.guards import WatchedKey, restored
+from hushgrad.gradients.objective import Objective, named
 from hushgrad.gradients.probes import distinct, distinct_records, own_records, probe_sizes
 from hushgrad.gradients.tracing.call_sites import Probing, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
@@ -62,9 +62,9 @@ class Certificate:
     """What was proved about one loss, its parameters and the shapes of its batches."""
 
     form: Form
-    run: Run
+    run: RunForm
     sites: tuple[Site, ...]
-    free_buffers: frozenset[Key]
+    free_buffers: frozenset[WatchedKey]
     largest: int
     evidence: Evidence
     why_not: dict[str, str]
@@ -120,47 +120,47 @@ def clear_of_flips(points: Sequence[Point], test: Callable[[Point], Result]) -> 
 
 
 @contextmanager
-def comparable(subject: Subject, point: int | None) -> Iterator[dict[Key, Tensor]]:
+def comparable(objective: Objective, point: int | None) -> Iterator[dict[WatchedKey, Tensor]]:
     """Put everything back after the passes inside; yields what they wrote.
 
     They run at one of several points in general position, or at the parameters as they are.
     """
-    at = nullcontext() if point is None else in_general_position(subject.params, seed=point)
-    watched = restored(subject.params, subject.modules)
+    at = nullcontext() if point is None else in_general_position(objective.params, seed=point)
+    watched = restored(objective.params, objective.modules)
     quiet = warnings.catch_warnings()
-    with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(subject):
+    with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(objective):
         # Reentrant checkpointing says so of every pass that is made without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         yield changed
 
 
 def certify(
-    subject: Subject, forms: Sequence[Form], batch: Batch, size: int, capacity: int = 0
+    objective: Objective, forms: Sequence[Form], batch: Batch, size: int, capacity: int = 0
 ) -> Certificate:
     """Certify the first of `forms` that can be, for batches of `capacity` records, or say why."""
-    _refuse_coupling_layers(subject)
-    few = _few_records(subject, batch, size)
+    _refuse_coupling_layers(objective)
+    few = _few_records(objective, batch, size)
     room = max(size, capacity)
-    return clear_of_flips(POINTS, lambda point: _certified(subject, forms, few, room, point))
+    return clear_of_flips(POINTS, lambda point: _certified(objective, forms, few, room, point))
 
 
 def _certified(
-    subject: Subject, forms: Sequence[Form], few: Batch, size: int, point: int
+    objective: Objective, forms: Sequence[Form], few: Batch, size: int, point: int
 ) -> Certificate:
     """Certify at one point; a near miss is an answer at the last one only."""
     why_not: dict[str, str] = {}
-    with comparable(subject, point):
-        subject, oracle = consulted(subject, few)
+    with comparable(objective, point):
+        objective, oracle = consulted(objective, few)
         evidence = Evidence(oracle.precision)
         if oracle.count == 0:
-            together = Passes(subject, oracle).losses(few, records.count(few))
+            together = Passes(objective, oracle).losses(few, records.count(few))
             raise no_finite_record(bool(together.isfinite().any()))
-        refuse_unreached(subject, oracle)
-        passes = Passes(subject, oracle)
+        refuse_unreached(objective, oracle)
+        passes = Passes(objective, oracle)
         least = multiple_for(passes, size)
         if any(form.compiles for form in forms):
             least = _coarse(least, size)
-        sizes = (*probe_sizes(subject.params, few), records.padded_size(size, least))
+        sizes = (*probe_sizes(objective.params, few), records.padded_size(size, least))
         moved = check_independence(passes, sizes, evidence)
         for form in forms:
             _log.info("certifying the form %s", form)
@@ -181,7 +181,7 @@ def _certified(
                     form=form,
                     run=run,
                     sites=sites,
-                    free_buffers=subject.free_buffers,
+                    free_buffers=objective.free_buffers,
                     largest=largest,
                     evidence=evidence,
                     why_not=why_not,
@@ -194,12 +194,12 @@ def _certified(
     raise Refused(f"no form of per-sample gradients can be certified for this model. {reasons}")
 
 
-def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
+def _few_records(objective: Objective, batch: Batch, size: int) -> Batch:
     """A few records that the loss accepts, different ones if it can be."""
     few = distinct_records(batch, size)
     try:
-        with comparable(subject, None), WithoutRandomness() as neutral, torch.enable_grad():
-            neutral.calling(subject.loss)(few)
+        with comparable(objective, None), WithoutRandomness() as neutral, torch.enable_grad():
+            neutral.calling(objective.loss)(few)
     except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
         return own_records(batch, size)
     return few
@@ -207,12 +207,12 @@ def _few_records(subject: Subject, batch: Batch, size: int) -> Batch:
 
 def _certify_form(
     form: Form, passes: Passes, size: int, least: int, evidence: Evidence
-) -> tuple[Run, tuple[Site, ...], int, int]:
+) -> tuple[RunForm, tuple[Site, ...], int, int]:
     """Certify a form, with the multiple of rows and the period at which records keep their bits."""
-    multiple, subject, oracle = least, passes.subject, passes.oracle
+    multiple, objective, oracle = least, passes.objective, passes.oracle
     while True:
         try:
-            run, sites, period = _certify_at(form, subject, oracle, size, multiple, evidence)
+            run, sites, period = _certify_at(form, objective, oracle, size, multiple, evidence)
         except MovingBits:
             multiple *= 2
             if multiple > LARGEST_MULTIPLE:
@@ -222,27 +222,27 @@ def _certify_form(
 
 
 def _certify_at(
-    form: Form, subject: Subject, oracle: Oracle, size: int, multiple: int, evidence: Evidence
-) -> tuple[Run, tuple[Site, ...], int]:
+    form: Form, objective: Objective, oracle: Oracle, size: int, multiple: int, evidence: Evidence
+) -> tuple[RunForm, tuple[Site, ...], int]:
     largest, period = records.padded_size(size, multiple), 1
     sites: tuple[Site, ...] = ()
     if form.replays:
-        sites = _certify_sites(subject, oracle, largest, evidence)
+        sites = _certify_sites(objective, oracle, largest, evidence)
         period = period_of(
-            oracle, lambda batch, n: replaying(sites, n)(subject, batch)[0], largest, multiple
+            oracle, lambda batch, n: replaying(sites, n)(objective, batch)[0], largest, multiple
         )
     run = form.start(oracle.precision)
 
     def alone(batch: Batch, n: int) -> Gradients:
         try:
-            with WithoutRandomness() as neutral, subject.rewound():
-                settled = replace(subject, loss=neutral.calling(subject.loss))
+            with WithoutRandomness() as neutral, objective.rewound():
+                settled = replace(objective, loss=neutral.calling(objective.loss))
                 return run(settled, batch, in_turn(n), sites)
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(reason_of(error)) from error
 
     if form.compiles:
-        run(subject, oracle.probe(largest), in_turn(largest, period=period), sites)
+        run(objective, oracle.probe(largest), in_turn(largest, period=period), sites)
     elif form is not traced:
         wrong = compare(alone(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
@@ -267,48 +267,48 @@ def _coarse(multiple: int, size: int) -> int:
 
 
 def _certify_sites(
-    subject: Subject, oracle: Oracle, largest: int, evidence: Evidence
+    objective: Objective, oracle: Oracle, largest: int, evidence: Evidence
 ) -> tuple[Site, ...]:
     """Find the sites at two probe sizes, test them there, then replay them at the largest."""
     tried: set[int] = set()
     for _ in range(4):
-        first, second = probe_sizes(subject.params, oracle.records, avoid=tried)
+        first, second = probe_sizes(objective.params, oracle.records, avoid=tried)
         tried |= {first, second}
         try:
-            sites = _sites(subject, oracle, first, second, evidence)
+            sites = _sites(objective, oracle, first, second, evidence)
         except Ambiguous as reason:
             last = str(reason)
             continue
-        wrong = replayed(subject, oracle, sites, largest, evidence)
+        wrong = replayed(objective, oracle, sites, largest, evidence)
         if wrong:
             raise refusal(wrong, "in a larger batch ")
         for draws in RARE_DRAWS if oracle.drew else ():
             with suppress(Unforeseen):  # other operations at other draws: certified when they come
-                refuse_loud_gradients(subject, oracle, sites, draws)
+                refuse_loud_gradients(objective, oracle, sites, draws)
         return sites
     raise NotCovered(f"no dimension could be told to be the batch: {last}")
 
 
 def replayed(
-    subject: Subject, oracle: Oracle, sites: tuple[Site, ...], size: int, evidence: Evidence
+    objective: Objective, oracle: Oracle, sites: tuple[Site, ...], size: int, evidence: Evidence
 ) -> dict[str, float]:
     """The parameters whose gradients are off in a batch of `size`, and by how much.
 
     Beside other records a record's gradient must stay what it is: the way back may mix as well.
     """
     run, batch = replaying(sites, size), oracle.probe(size)
-    quiet = run(subject, batch)
+    quiet = run(objective, batch)
     wrong = compare(quiet[0], oracle, evidence)
     if _nearly_right(wrong):
         beside = beside_neighbours(batch, size)
-        refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
-        refuse_loud_gradients(subject, oracle, sites)
-        refuse_gradients_beside_copies(subject, oracle, sites)
+        refuse_mixed_gradients(objective, beside, run, quiet, oracle.precision)
+        refuse_loud_gradients(objective, oracle, sites)
+        refuse_gradients_beside_copies(objective, oracle, sites)
     return wrong
 
 
 def _sites(
-    subject: Subject, oracle: Oracle, first: int, second: int, evidence: Evidence
+    objective: Objective, oracle: Oracle, first: int, second: int, evidence: Evidence
 ) -> tuple[Site, ...]:
     """The call sites, if both probe sizes agree on them and on every gradient.
 
@@ -322,7 +322,7 @@ def _sites(
         wrong: dict[str, float] = {}
         for size in (first, second):
             guide = Probing(size, flipped)
-            gradients, _ = attempt(subject, oracle.probe(size), size, guide)
+            gradients, _ = attempt(objective, oracle.probe(size), size, guide)
             found.append(tuple(guide.sites))
             wrong |= compare(gradients, oracle, evidence)
         if found[0] != found[1]:
@@ -352,8 +352,8 @@ def _first_difference(one: tuple[Site, ...], other: tuple[Site, ...]) -> str:
 # --- what the model may not do ------------------------------------------------------------------
 
 
-def _refuse_coupling_layers(subject: Subject) -> None:
-    for module in subject.modules:
+def _refuse_coupling_layers(objective: Objective) -> None:
+    for module in objective.modules:
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 raise Refused(

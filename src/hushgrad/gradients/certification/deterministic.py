@@ -27,7 +27,7 @@ class Seed:
     number: int
 
 
-Draws = float | Seed
+RandomDraws = float | Seed
 """What random draws come out as: all at one quantile, or as a seed says."""
 
 MEDIAN = 0.5
@@ -42,7 +42,7 @@ class WithoutRandomness(TorchDispatchMode):
     `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
 
-    def __init__(self, draws: Draws = MEDIAN) -> None:
+    def __init__(self, draws: RandomDraws = MEDIAN) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
         self.narrowest, self.drew, self.program = torch.float64, False, 0

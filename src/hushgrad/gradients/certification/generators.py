@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hushgrad.gradients.objective import Subject, held_by
+from hushgrad.gradients.objective import Objective, held_by
 from hushgrad.types import Refused
 
 _WORDS = 624  # a Mersenne twister's state, in 32-bit words
@@ -77,12 +77,12 @@ _OWN = (random.Random, np.random.RandomState, np.random.Generator, np.random.Bit
 
 
 @contextmanager
-def own_generators_unused(subject: Subject) -> Iterator[None]:
+def own_generators_unused(objective: Objective) -> Iterator[None]:
     """Refuse a loss that draws from a generator of its own, other than torch's.
 
     Certification sets torch's draws one by one, at extremes too, but cannot set these.
     """
-    before = [(generator, _state_of(generator)) for generator in _own_generators(subject)]
+    before = [(generator, _state_of(generator)) for generator in _own_generators(objective)]
     try:
         yield
     finally:  # also of a refusal it may be the reason
@@ -99,9 +99,9 @@ def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
             )
 
 
-def _own_generators(subject: Subject) -> list[Any]:
-    children = [m for module in subject.modules for m in module.modules()]
-    found = [*held_by(subject.loss)]
+def _own_generators(objective: Objective) -> list[Any]:
+    children = [m for module in objective.modules for m in module.modules()]
+    found = [*held_by(objective.loss)]
     for child in children:
         found += vars(child).values()
         if not type(child).__module__.startswith("torch."):

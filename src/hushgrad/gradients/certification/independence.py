@@ -15,7 +15,7 @@ from hushgrad.gradients.certification.oracle import Evidence, Oracle, view
 from hushgrad.gradients.comparison import Precision
 from hushgrad.gradients.forms.traced import checked_losses
 from hushgrad.gradients.guards import same_bits
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import (
     beside_nan,
     beside_others,
@@ -36,7 +36,7 @@ LARGEST_MULTIPLE = _MULTIPLES[-1]
 _VARIATIONS = 3  # of 24 records; one of them overlooked a kernel's end 1 time in 20
 
 
-class Ran(NamedTuple):
+class Outcome(NamedTuple):
     """The losses of a pass, a digest of its operations, and whether it drew anything random."""
 
     losses: Tensor
@@ -48,21 +48,21 @@ class Ran(NamedTuple):
 class Passes:
     """Plain passes over an oracle's records; a probe of one size is run once."""
 
-    subject: Subject
+    objective: Objective
     oracle: Oracle
-    _known: dict[int, Ran] = field(default_factory=dict)
+    _known: dict[int, Outcome] = field(default_factory=dict)
 
-    def run(self, batch: Batch, size: int) -> Ran:
+    def run(self, batch: Batch, size: int) -> Outcome:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
-        with torch.enable_grad(), neutral, self.subject.rewound():
-            losses = checked_losses(neutral.calling(self.subject.loss)(batch), size).detach()
-        return Ran(losses, neutral.program, neutral.drew)
+        with torch.enable_grad(), neutral, self.objective.rewound():
+            losses = checked_losses(neutral.calling(self.objective.loss)(batch), size).detach()
+        return Outcome(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:
         return self.run(batch, size).losses
 
-    def probe(self, size: int) -> Ran:
+    def probe(self, size: int) -> Outcome:
         """The same of the oracle's records in turn."""
         if size not in self._known:
             self._known[size] = self.run(self.oracle.probe(size), size)
@@ -88,15 +88,15 @@ def check_independence(
 
 
 def check_briefly(
-    subject: Subject, few: Batch, size: int, precision: Precision, turn: int
+    objective: Objective, few: Batch, size: int, precision: Precision, turn: int
 ) -> str | None:
     """Do these records not meet in a batch of `size`, beside one kind of others in turn?
 
     In place of runs of one record each there is one of these few, at another size.
     """
     oracle = Oracle(few, [torch.empty(0)] * count(few), [], precision)
-    alone, _, drew = Passes(subject, oracle).run(few, count(few))
-    passes = Passes(subject, replace(oracle, drew=drew))
+    alone, _, drew = Passes(objective, oracle).run(few, count(few))
+    passes = Passes(objective, replace(oracle, drew=drew))
     losses = passes.probe(size).losses
     alone = alone[oracle.places(size)]
     finite = alone.isfinite()  # beside others it will be seen what becomes of the rest
@@ -110,7 +110,7 @@ def _moved_at(passes: Passes, seeds: Sequence[int]) -> str | None:
     """As `_moved`, of a few records where every draw is random, from each of these seeds."""
     moved = None
     for seed in seeds if passes.oracle.drew else ():
-        drawn = Passes(passes.subject, replace(passes.oracle, draws=Seed(seed)))
+        drawn = Passes(passes.objective, replace(passes.oracle, draws=Seed(seed)))
         moved = _moved(drawn, MULTIPLE, _one_in_turn(seed)) or moved
     return moved
 
@@ -121,14 +121,14 @@ def _views(passes: Passes) -> Iterator[Passes]:
         for quantiles in EXTREMES:
             other = _finite_view(passes, quantiles)
             if other is not None:
-                yield Passes(passes.subject, other)
+                yield Passes(passes.objective, other)
 
 
 def _finite_view(passes: Passes, quantiles: Sequence[float]) -> Oracle | None:
     """At the first quantile at which some record's loss is finite."""
     for quantile in quantiles:
         try:
-            found = view(passes.subject, passes.oracle.records, quantile)
+            found = view(passes.objective, passes.oracle.records, quantile)
         except Refused:
             raise
         except Exception:  # a draw that the model cannot take, as infinite noise would be
@@ -217,7 +217,7 @@ def _one_in_turn(turn: int) -> BesideOthers:
     return one
 
 
-def _unless_refused(passes: Passes, batch: Batch, size: int) -> Ran | None:
+def _unless_refused(passes: Passes, batch: Batch, size: int) -> Outcome | None:
     try:
         return passes.run(batch, size)
     except Exception:  # the model takes no such records

@@ -12,7 +12,7 @@ from torch import Tensor
 from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import (
     MEDIAN,
-    Draws,
+    RandomDraws,
     WithoutRandomness,
     in_general_position,
 )
@@ -20,7 +20,7 @@ from hushgrad.gradients.comparison import COARSE, FINE, Precision, norm_of
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.forms.loop import one_record
 from hushgrad.gradients.guards import guarded, restored
-from hushgrad.gradients.objective import Subject, named
+from hushgrad.gradients.objective import Objective, named
 from hushgrad.gradients.probes import irregular
 from hushgrad.parallel.single import no_wrapper_called
 from hushgrad.types import Batch, Refused
@@ -62,7 +62,7 @@ class Oracle:
     losses: list[Tensor]
     gradients: list[dict[str, Tensor | None]]
     precision: Precision
-    draws: Draws = MEDIAN
+    draws: RandomDraws = MEDIAN
     drew: bool = False  # did the loss draw any?
     wrote: bool = False  # did a run leave a parameter or buffer with other bits?
 
@@ -90,31 +90,31 @@ class Oracle:
         return irregular(self.count, size)
 
 
-def consult(subject: Subject, few: Batch) -> Oracle:
+def consult(objective: Objective, few: Batch) -> Oracle:
     """Run each record by itself, in copies: kernels then act as they do in a batch.
 
     Records without a finite loss and gradient are left out: they can be compared with nothing,
     and an error that one of them caused would tell that it is there.
     """
-    return _consult(subject, few, MEDIAN, backward=True)
+    return _consult(objective, few, MEDIAN, backward=True)
 
 
-def view(subject: Subject, few: Batch, draws: Draws) -> Oracle:
+def view(objective: Objective, few: Batch, draws: RandomDraws) -> Oracle:
     """The losses of the same records at other draws."""
-    return _consult(subject, few, draws, backward=False)
+    return _consult(objective, few, draws, backward=False)
 
 
-def _consult(subject: Subject, few: Batch, draws: Draws, backward: bool) -> Oracle:
+def _consult(objective: Objective, few: Batch, draws: RandomDraws, backward: bool) -> Oracle:
     neutral = WithoutRandomness(draws)
-    with neutral, guarded(subject.params, subject.modules, subject.free_buffers):
-        alone, wrote = _each_alone(subject, few, backward, neutral)
+    with neutral, guarded(objective.params, objective.modules, objective.free_buffers):
+        alone, wrote = _each_alone(objective, few, backward, neutral)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
     oracle = Oracle(kept, losses, gradients, COARSE, draws, neutral.drew, wrote)
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
-    precision = _blurred(subject, oracle, neutral.narrowest, backward)
+    precision = _blurred(objective, oracle, neutral.narrowest, backward)
     return replace(oracle, precision=precision)
 
 
@@ -122,14 +122,14 @@ Alone = list[tuple[Tensor, dict[str, Tensor | None]]]
 
 
 def _each_alone(
-    subject: Subject, few: Batch, backward: bool, neutral: WithoutRandomness
+    objective: Objective, few: Batch, backward: bool, neutral: WithoutRandomness
 ) -> tuple[Alone, bool]:
     """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
-    alone, wrote, loss = [], False, neutral.calling(subject.loss)
+    alone, wrote, loss = [], False, neutral.calling(objective.loss)
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
-        with restored(subject.params, subject.modules) as changed, no_wrapper_called():
-            run = one_record(loss, subject.params, record, copies, backward=backward)
+        with restored(objective.params, objective.modules) as changed, no_wrapper_called():
+            run = one_record(loss, objective.params, record, copies, backward=backward)
             alone.append(run)
         wrote |= bool(changed)
     return alone, wrote
@@ -139,11 +139,11 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
     return all(bool(x.isfinite().all()) for x in (loss, *gradient.values()) if x is not None)
 
 
-def _blurred(subject: Subject, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
+def _blurred(objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
-    shift = in_general_position(subject.params, by=torch.finfo(dtype).eps / 2)
+    shift = in_general_position(objective.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.draws) as neutral:
-        shifted, _ = _each_alone(subject, oracle.records, backward, neutral)
+        shifted, _ = _each_alone(objective, oracle.records, backward, neutral)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
         whole = COARSE.floor * _whole_norm(oracle.gradients[i])
@@ -165,20 +165,21 @@ def _whole_norm(gradient: dict[str, Tensor | None]) -> Tensor:
     return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def refuse_unreached(subject: Subject, oracle: Oracle) -> None:
+def refuse_unreached(objective: Objective, oracle: Oracle) -> None:
     """Every private parameter must be on some record's path, unless it was named idle."""
-    for name in subject.params:
-        if name not in subject.idle and all(g[name] is None for g in oracle.gradients):
+    for name in objective.params:
+        if name not in objective.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
-                f"the parameter {name} is trainable but on no path to the loss{_blocked(subject)}; "
+                f"the parameter {name} is trainable but on no path to the loss"
+                f"{_blocked(objective)}; "
                 "freeze it with requires_grad_(False) or, if only some records reach it (an "
                 "expert), name it in idle, hg.Execution(idle=(…,)), to give it zero plus noise"
             )
 
 
-def _blocked(subject: Subject) -> str:
+def _blocked(objective: Objective) -> str:
     """A quantised layer, whose kernel has no derivative, is a likely reason."""
-    for module in subject.modules:
+    for module in objective.modules:
         for name, child in module.named_modules():
             if type(child).__module__.startswith("torch.ao.nn.quantized"):
                 return (

@@ -21,7 +21,7 @@ from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.probes import variations
 from hushgrad.types import Batch, NotCovered
 
-Run = Callable[[Batch, int], Gradients]
+PassOver = Callable[[Batch, int], Gradients]
 """A pass over a batch of so many records."""
 
 _MOST_RECORDS = 16  # different ones; a few outputs of four were seen to agree where others do not
@@ -31,7 +31,7 @@ class MovingBits(NotCovered):
     """A record whose gradient has other last bits in another block; a larger one may help."""
 
 
-def period_of(oracle: Oracle, run: Run, largest: int, multiple: int) -> int:
+def period_of(oracle: Oracle, run: PassOver, largest: int, multiple: int) -> int:
     """The least period such that a record has the same bits at all places that are equal modulo it.
 
     Passes are filled up to blocks of `multiple` rows, and no period is longer than a block. Losses,
@@ -62,7 +62,7 @@ def _several(oracle: Oracle, count: int, run: Callable[[Batch], Gradients]) -> B
 
 
 def _keep_their_bits(
-    several: Batch, count: int, run: Run, largest: int, multiple: int, period: int
+    several: Batch, count: int, run: PassOver, largest: int, multiple: int, period: int
 ) -> bool:
     """Has each of several records the same bits wherever it stands at one residue?
 

@@ -24,15 +24,15 @@ from hushgrad.gradients.certification.independence import (
 )
 from hushgrad.gradients.certification.oracle import consult
 from hushgrad.gradients.guards import guarded
-from hushgrad.gradients.objective import Subject, held_by
+from hushgrad.gradients.objective import Objective, held_by
 from hushgrad.gradients.probes import distinct_records
 from hushgrad.types import Batch, Refused
 
 
-def extend(certificate: Certificate, subject: Subject, batch: Batch, rows: int) -> None:
+def extend(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Test a pass of more rows than any before it, by one such pass and a few single ones."""
     few = distinct_records(batch, records.count(batch))
-    _retest(certificate, subject, few, rows, POINTS)
+    _retest(certificate, objective, few, rows, POINTS)
     certificate.largest = rows
     certificate.sizes.add(rows)
 
@@ -41,7 +41,7 @@ LONGEST_GAP = 16
 """So many steps may lie between two tests."""
 
 
-def retest(certificate: Certificate, subject: Subject, batch: Batch, rows: int) -> None:
+def retest(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Test again where it is time to, or where a pass of so many rows was not seen before.
 
     At steps 1, 2, 4, 8 ... a few of this batch's records, at the parameters as they are now and in
@@ -50,22 +50,26 @@ def retest(certificate: Certificate, subject: Subject, batch: Batch, rows: int) 
     step = certificate.steps + 1
     if step & (step - 1) == 0:
         few = distinct_records(batch, records.count(batch), most=2)
-        _retest(certificate, subject, few, rows, [None, *POINTS[1:]])
+        _retest(certificate, objective, few, rows, [None, *POINTS[1:]])
     elif rows not in certificate.sizes:
-        _look(certificate, subject, batch, rows)
+        _look(certificate, objective, batch, rows)
     elif step % LONGEST_GAP == 0:
-        _look(certificate, subject, batch, 2 * records.MULTIPLE)
+        _look(certificate, objective, batch, 2 * records.MULTIPLE)
     certificate.sizes.add(rows)
 
 
-def _look(certificate: Certificate, subject: Subject, batch: Batch, rows: int) -> None:
+def _look(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Do a few records still not meet, in a pass of so many rows? Forward passes only."""
     size = records.count(batch)
     few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
-    watched = guarded(subject.params, subject.modules, subject.free_buffers, held_by(subject.loss))
-    with torch.random.fork_rng(), own_generators_unused(subject), watched:
+    watched = guarded(
+        objective.params, objective.modules, objective.free_buffers, held_by(objective.loss)
+    )
+    with torch.random.fork_rng(), own_generators_unused(objective), watched:
         precision = certificate.evidence.precision
-        _refuse_moved(certificate, check_briefly(subject, few, rows, precision, certificate.steps))
+        _refuse_moved(
+            certificate, check_briefly(objective, few, rows, precision, certificate.steps)
+        )
 
 
 def _refuse_moved(certificate: Certificate, moved: str | None) -> None:
@@ -75,28 +79,28 @@ def _refuse_moved(certificate: Certificate, moved: str | None) -> None:
 
 def _retest(
     certificate: Certificate,
-    subject: Subject,
+    objective: Objective,
     few: Batch,
     rows: int,
     points: Sequence[int | None],
 ) -> None:
     def at(point: int | None) -> None:
-        _retest_at(certificate, subject, few, rows, point)
+        _retest_at(certificate, objective, few, rows, point)
 
     clear_of_flips(points, at)
 
 
 def _retest_at(
-    certificate: Certificate, subject: Subject, few: Batch, rows: int, point: int | None
+    certificate: Certificate, objective: Objective, few: Batch, rows: int, point: int | None
 ) -> None:
-    with comparable(subject, point):
-        oracle = consult(subject, few)
+    with comparable(objective, point):
+        oracle = consult(objective, few)
         if oracle.count == 0:
             return
         seeds = range(certificate.steps, certificate.steps + SOME_SEEDS)
-        passes = Passes(subject, oracle)
+        passes = Passes(objective, oracle)
         _refuse_moved(certificate, check_independence(passes, [rows], certificate.evidence, seeds))
         if certificate.form.replays:
-            wrong = replayed(subject, oracle, certificate.sites, rows, certificate.evidence)
+            wrong = replayed(objective, oracle, certificate.sites, rows, certificate.evidence)
             if wrong:
                 raise refusal(wrong, "in a larger batch ")

@@ -17,7 +17,7 @@ from hushgrad.batches.records import MULTIPLE, take
 from hushgrad.gradients.certification.deterministic import (
     MEDIAN,
     STRATA,
-    Draws,
+    RandomDraws,
     Seed,
     WithoutRandomness,
 )
@@ -29,25 +29,29 @@ from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import trace
 from hushgrad.gradients.guards import guarded, same_bits
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced
 from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
 from hushgrad.types import Batch, Loss, NotCovered, Refused
 
-Attempt = Callable[[Subject, Batch], tuple[Gradients, int]]
+Attempt = Callable[[Objective, Batch], tuple[Gradients, int]]
 """A pass over a batch of one size: the gradients, and a digest of the operations that ran."""
 
 
 def attempt(
-    subject: Subject, batch: Batch, size: int, guide: Probing | Replaying, draws: Draws = MEDIAN
+    objective: Objective,
+    batch: Batch,
+    size: int,
+    guide: Probing | Replaying,
+    draws: RandomDraws = MEDIAN,
 ) -> tuple[Gradients, int]:
     """A traced pass, and a digest of the operations that ran."""
-    watched = guarded(subject.params, subject.modules, subject.free_buffers)
+    watched = guarded(objective.params, objective.modules, objective.free_buffers)
     try:
-        with subject.rewound(), WithoutRandomness(draws) as neutral, watched:
-            loss = neutral.calling(subject.loss)
-            gradients = trace(loss, subject.params, batch, in_turn(size), guide)
+        with objective.rewound(), WithoutRandomness(draws) as neutral, watched:
+            loss = neutral.calling(objective.loss)
+            gradients = trace(loss, objective.params, batch, in_turn(size), guide)
             return gradients, neutral.program
     except (Refused, Ambiguous, Unforeseen):
         raise
@@ -55,11 +59,11 @@ def attempt(
         raise NotCovered(reason_of(error)) from error
 
 
-def replaying(sites: tuple[Site, ...], size: int, draws: Draws = MEDIAN) -> Attempt:
+def replaying(sites: tuple[Site, ...], size: int, draws: RandomDraws = MEDIAN) -> Attempt:
     """Traced passes that follow certified call sites."""
 
-    def run(subject: Subject, batch: Batch) -> tuple[Gradients, int]:
-        return attempt(subject, batch, size, Replaying(sites, size), draws)
+    def run(objective: Objective, batch: Batch) -> tuple[Gradients, int]:
+        return attempt(objective, batch, size, Replaying(sites, size), draws)
 
     return run
 
@@ -70,7 +74,7 @@ def reason_of(error: Exception) -> str:
 
 
 def refuse_loud_gradients(
-    subject: Subject, oracle: Oracle, sites: tuple[Site, ...], draws: Draws = MEDIAN
+    objective: Objective, oracle: Oracle, sites: tuple[Site, ...], draws: RandomDraws = MEDIAN
 ) -> None:
     """Refuse call sites at which a record's gradient changes beside loud or NaN records.
 
@@ -78,60 +82,60 @@ def refuse_loud_gradients(
     A few records do: what is loud is so in any batch.
     """
     run, batch = replaying(sites, FEW, draws), oracle.probe(FEW)
-    quiet = run(subject, batch)
-    refuse_mixed_gradients(subject, _loud(batch, FEW), run, quiet, oracle.precision)
-    refuse_mixed_gradients(subject, _nan(batch, FEW), run, quiet, oracle.precision)
+    quiet = run(objective, batch)
+    refuse_mixed_gradients(objective, _loud(batch, FEW), run, quiet, oracle.precision)
+    refuse_mixed_gradients(objective, _nan(batch, FEW), run, quiet, oracle.precision)
 
 
 def refuse_gradients_beside_copies(
-    subject: Subject, oracle: Oracle, sites: tuple[Site, ...]
+    objective: Objective, oracle: Oracle, sites: tuple[Site, ...]
 ) -> None:
     """Refuse call sites at which a record's gradient changes among copies of itself.
 
     What all records have in common, such as a full length that needs no mask, all have there.
     """
     run, batch, places = replaying(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
-    quiet = run(subject, batch)
+    quiet = run(objective, batch)
     for record in range(oracle.count):
         copies = take(oracle.records, [record] * FEW)
-        beside: Beside = [(copies, torch.ones(FEW))], places != record
-        refuse_mixed_gradients(subject, beside, run, quiet, oracle.precision)
+        beside: LoudBeside = [(copies, torch.ones(FEW))], places != record
+        refuse_mixed_gradients(objective, beside, run, quiet, oracle.precision)
 
 
 FEW = 2 * MULTIPLE
-RARE_DRAWS: list[Draws] = [
+RARE_DRAWS: list[RandomDraws] = [
     *(extreme for extreme, _ in EXTREMES),
     *(Seed(seed) for seed in range(0, STRATA, 8)),
 ]
 
-Kind = tuple[Batch, Tensor]
+LoudBatch = tuple[Batch, Tensor]
 """A batch with other records at some places, and what all its losses are multiplied by."""
 
-Beside = tuple[list[Kind], Tensor]
+LoudBeside = tuple[list[LoudBatch], Tensor]
 """Kinds of others, of which the first that the model takes counts, and where they stand."""
 
 
-def beside_neighbours(batch: Batch, size: int) -> Beside:
+def beside_neighbours(batch: Batch, size: int) -> LoudBeside:
     """Beside neighbours, which any model takes."""
     places = replaced(size)
     return [(beside_others(batch, places, loud=False), torch.ones(size))], places
 
 
-def _loud(batch: Batch, size: int) -> Beside:
+def _loud(batch: Batch, size: int) -> LoudBeside:
     places = replaced(size)
     loud = beside_others(batch, places, loud=True)
     return [(loud, loudness(places)), (batch, loudness(places))], places
 
 
-def _nan(batch: Batch, size: int) -> Beside:
+def _nan(batch: Batch, size: int) -> LoudBeside:
     places = replaced(size, 1)
     nan = torch.ones(size).masked_fill(places, torch.nan)
     return [(beside_nan(batch, places), nan), (batch, nan)], places
 
 
 def refuse_mixed_gradients(
-    subject: Subject,
-    beside: Beside,
+    objective: Objective,
+    beside: LoudBeside,
     run: Attempt,
     quiet: tuple[Gradients, int],
     precision: Precision,
@@ -141,7 +145,7 @@ def refuse_mixed_gradients(
     `quiet` is the pass over the batch as it is.
     """
     (gradients, program), (kinds, places) = quiet, beside
-    found = _first_taken(subject, kinds, run)
+    found = _first_taken(objective, kinds, run)
     if found is not None:
         mixed, ran = found
         reason = _MIXED if ran == program else _OTHER_PROGRAM
@@ -160,13 +164,15 @@ class _Weighted:
         return losses * self.factors.to(losses.device, losses.dtype)
 
 
-def _first_taken(subject: Subject, kinds: list[Kind], run: Attempt) -> tuple[Gradients, int] | None:
+def _first_taken(
+    objective: Objective, kinds: list[LoudBatch], run: Attempt
+) -> tuple[Gradients, int] | None:
     for others, factors in kinds:
         plain = bool((factors == 1).all())
         try:
             if plain:
-                return run(subject, others)
-            return run(replace(subject, loss=_Weighted(subject.loss, factors)), others)
+                return run(objective, others)
+            return run(replace(objective, loss=_Weighted(objective.loss, factors)), others)
         except (Refused, Unforeseen):
             if plain:  # others like these will come
                 raise

@@ -20,8 +20,8 @@ from hushgrad.gradients.factors.sums import Summation, rows_within
 from hushgrad.numerics import Square, exact_products, wide
 from hushgrad.types import Params, Refused
 
-Key = tuple[int, ...]
-Factors = Mapping[str, Mapping[Key, Use]]
+UseKey = tuple[int, ...]
+Factors = Mapping[str, Mapping[UseKey, Use]]
 """For each parameter the factors of its uses, by call site."""
 _NONE: Mapping[str, Rough] = {}
 
@@ -193,10 +193,10 @@ def difference(new: Gradients, old: Gradients) -> Gradients:
     return Gradients(paired, new._params, new._losses - old._losses, new._slots)
 
 
-def _paired(new: Mapping[Key, Use], old: Mapping[Key, Use]) -> dict[Key, Use] | None:
+def _paired(new: Mapping[UseKey, Use], old: Mapping[UseKey, Use]) -> dict[UseKey, Use] | None:
     if new.keys() != old.keys():
         return None
-    pairs: dict[Key, Use] = {}
+    pairs: dict[UseKey, Use] = {}
     for key in new:
         factor = _difference_of_uses(new[key], old[key])
         if factor is None:
@@ -225,7 +225,7 @@ def _difference(new: Factor, old: Factor) -> Factor | None:
     return None
 
 
-def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[Key, Use]:
+def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[UseKey, Use]:
     shape = new._params[name].shape
     total = torch.zeros((), device=new.losses.device)
     for sign, factors in ((1.0, new.factors[name]), (-1.0, old.factors[name])):

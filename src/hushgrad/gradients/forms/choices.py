@@ -13,12 +13,12 @@ from hushgrad.gradients.forms.dense import dense as _dense
 from hushgrad.gradients.forms.loop import loop as _loop
 from hushgrad.gradients.forms.recomputed import Recomputed
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.tracing.call_sites import Replaying, Site
 from hushgrad.types import Batch
 
-Run = Callable[[Subject, Batch, Slots, tuple[Site, ...]], Gradients]
-"""`run(subject, rows, slots, sites)`: a batch's records stand in their slots among the rows."""
+RunForm = Callable[[Objective, Batch, Slots, tuple[Site, ...]], Gradients]
+"""`run(objective, rows, slots, sites)`: a batch's records stand in their slots among the rows."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Form:
     """
 
     name: str
-    run: Run
+    run: RunForm
     replays: bool = False  # does it follow the call sites that were certified?
     alone: bool = (
         False  # does each record run by itself, so that no other record can move its last bits?
     )
-    compiles: Callable[[Precision], Run] | None = None
+    compiles: Callable[[Precision], RunForm] | None = None
 
-    def start(self, precision: Precision) -> Run:
+    def start(self, precision: Precision) -> RunForm:
         """The run of one certificate."""
         return self.run if self.compiles is None else self.compiles(precision)
 
@@ -45,14 +45,16 @@ class Form:
         return self.name
 
 
-def _run_traced(subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]) -> Gradients:
-    return trace(subject.loss, subject.params, batch, slots, Replaying(sites, slots.rows))
+def _run_traced(
+    objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
+) -> Gradients:
+    return trace(objective.loss, objective.params, batch, slots, Replaying(sites, slots.rows))
 
 
 def _run_recomputed(
-    subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
+    objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
 ) -> Gradients:
-    return Recomputed(subject, batch, slots, Replaying(sites, slots.rows))
+    return Recomputed(objective, batch, slots, Replaying(sites, slots.rows))
 
 
 traced = Form("traced", _run_traced, replays=True)
@@ -65,12 +67,12 @@ compiled = Form("compiled", _run_traced, replays=True, compiles=Compiled)
 """As `traced`, recorded and compiled; it takes what `torch.compile` captures in one piece."""
 
 
-def _run_dense(subject: Subject, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
-    return _dense(subject, batch, slots)
+def _run_dense(objective: Objective, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
+    return _dense(objective, batch, slots)
 
 
-def _run_loop(subject: Subject, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
-    return _loop(subject, batch, slots.records)
+def _run_loop(objective: Objective, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
+    return _loop(objective, batch, slots.records)
 
 
 dense = Form("dense", _run_dense)

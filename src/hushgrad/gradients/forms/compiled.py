@@ -26,14 +26,14 @@ from hushgrad.batches import records
 from hushgrad.gradients.comparison import Precision, apart, differs
 from hushgrad.gradients.errors import without_numbers
 from hushgrad.gradients.factors.choice import settle
-from hushgrad.gradients.factors.gradients import Gradients, Key
+from hushgrad.gradients.factors.gradients import Gradients, UseKey
 from hushgrad.gradients.factors.gram import Rough, sharing_rows
 from hushgrad.gradients.factors.held import Stacked
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.traced import trace
 from hushgrad.gradients.guards import same_bits
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import beside_others, replaced
 from hushgrad.gradients.tracing.call_sites import Replaying, Site, Unforeseen
 from hushgrad.numerics import exact_products
@@ -70,28 +70,28 @@ class Compiled:
         self._steps = 0
 
     def __call__(
-        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
+        self, objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
     ) -> Gradients:
-        if subject.free_buffers:
+        if objective.free_buffers:
             raise NotCovered("it moves buffers of the model")
         draws = _Draws()
-        gradients, program = self._run(subject, batch, slots, sites)
+        gradients, program = self._run(objective, batch, slots, sites)
         self._steps += 1
         if not program.proved or self._steps & (self._steps - 1) == 0:  # and at 1, 2, 4, 8 ...
             program.proved = False  # also if the proof does not come to an end
-            self._prove(subject, batch, slots, sites, draws)
+            self._prove(objective, batch, slots, sites, draws)
             program.proved = True
             draws.again()
-            gradients, _ = self._run(subject, batch, slots, sites)
+            gradients, _ = self._run(objective, batch, slots, sites)
         return gradients
 
     def _run(
-        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...]
+        self, objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
     ) -> tuple[Gradients, _Program]:
-        self._current = current = _Pass(subject.params, slots, sites)
+        self._current = current = _Pass(objective.params, slots, sites)
         try:
             with torch.enable_grad(), self._guards():
-                self._captured(subject.loss)(batch)
+                self._captured(objective.loss)(batch)
         except (Refused, Unforeseen):
             raise
         except Exception as error:
@@ -148,19 +148,26 @@ class Compiled:
         return run
 
     def _prove(
-        self, subject: Subject, batch: Batch, slots: Slots, sites: tuple[Site, ...], draws: _Draws
+        self,
+        objective: Objective,
+        batch: Batch,
+        slots: Slots,
+        sites: tuple[Site, ...],
+        draws: _Draws,
     ) -> None:
         """Compare a new program with the traced pass, and its bits with its own and others'."""
         rows, period = slots.rows, slots.period
 
         def run(batch: Batch, count: int) -> Gradients:
             draws.again()
-            return self._run(subject, batch, in_turn(count, period=period), sites)[0]
+            return self._run(objective, batch, in_turn(count, period=period), sites)[0]
 
         own = run(batch, rows)
         drew = draws.again()
-        traced = trace(subject.loss, subject.params, batch, in_turn(rows), Replaying(sites, rows))
-        if not _norms_are_of_the_factors(own, subject.params):
+        traced = trace(
+            objective.loss, objective.params, batch, in_turn(rows), Replaying(sites, rows)
+        )
+        if not _norms_are_of_the_factors(own, objective.params):
             raise NotCovered("the compiled program's norms are not those of its factors")
         wrong = apart(own, traced, self._precision)
         if wrong:
@@ -235,10 +242,10 @@ class _Held:
     """How some outputs of a program make one parameter's gradient: its uses, and rough norms."""
 
     name: str
-    uses: dict[Key, Use]  # of tensors without memory
+    uses: dict[UseKey, Use]  # of tensors without memory
     rough: list[str]  # the norms' fields that there are
 
-    def rebuilt(self, tensors: Iterator[Tensor]) -> tuple[dict[Key, Use], Rough | None]:
+    def rebuilt(self, tensors: Iterator[Tensor]) -> tuple[dict[UseKey, Use], Rough | None]:
         """Take the next of the outputs."""
         uses = {
             key: use.with_parts([next(tensors) for _ in use.parts])
@@ -256,7 +263,7 @@ class _Program:
     def run(self, inputs: tuple[Any, ...], current: _Pass) -> tuple[Tensor, Gradients]:
         with torch.no_grad(), exact_products(next(iter(current.params.values())).device):
             losses, *tensors = self.code(*inputs)
-        factors: dict[str, dict[Key, Use]] = {name: {} for name in current.params}
+        factors: dict[str, dict[UseKey, Use]] = {name: {} for name in current.params}
         known: dict[str, Rough] = {}
         outputs = iter(tensors)
         for held in self.layout:
@@ -304,7 +311,7 @@ def _measured(gradients: Gradients, params: Params) -> tuple[list[_Held], list[T
             if not found:
                 continue
             settled = settle(tuple(found.values()), tuple(params[name].shape))
-            uses: dict[Key, Use] = dict(found)
+            uses: dict[UseKey, Use] = dict(found)
             rough: dict[str, Tensor | None] = {}
             if not isinstance(settled, Stacked):
                 uses = {(i,): use for i, use in enumerate(settled.held)}

@@ -14,7 +14,7 @@ from hushgrad.gradients.factors.gradients import Factors, Gradients
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import Slots
 from hushgrad.gradients.forms.traced import checked_losses
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.tracing.calls import map_in
 from hushgrad.numerics import wide
 from hushgrad.types import Batch, Params
@@ -22,16 +22,16 @@ from hushgrad.types import Batch, Params
 _CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
 
 
-def dense(subject: Subject, batch: Batch, slots: Slots) -> Gradients:
+def dense(objective: Objective, batch: Batch, slots: Slots) -> Gradients:
     """Per-sample gradients by vectorising the gradient of one record's loss."""
-    params = subject.params
+    params = objective.params
     leaves = records.tensors(batch)
 
     def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
         parts = iter(record)
         alone = records.map_tensors(lambda _: next(parts).unsqueeze(0), batch)
-        with _standing_in(params, values), _own_buffers(subject):
-            value = checked_losses(subject.loss(alone), 1)[0]
+        with _standing_in(params, values), _own_buffers(objective):
+            value = checked_losses(objective.loss(alone), 1)[0]
         return value, value.detach()
 
     gradient = torch.func.grad(one, has_aux=True)
@@ -54,10 +54,10 @@ def _chunk(params: Params) -> int:
 
 
 @contextmanager
-def _own_buffers(subject: Subject) -> Iterator[None]:
+def _own_buffers(objective: Objective) -> Iterator[None]:
     """Give the pass copies of the buffers that it may write: vmap lets it write nothing else."""
-    owners = [m for module in subject.modules for m in module.modules()]
-    before = [dict(owner._buffers) for owner in owners if subject.free_buffers]
+    owners = [m for module in objective.modules for m in module.modules()]
+    before = [dict(owner._buffers) for owner in owners if objective.free_buffers]
     try:
         for owner, buffers in zip(owners, before, strict=False):
             for name, b in buffers.items():

@@ -14,18 +14,18 @@ from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import checked_losses
 from hushgrad.gradients.guards import refuse_kept, refuse_strangers
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.numerics import wide
 from hushgrad.types import Batch, Loss, Params
 
 
-def loop(subject: Subject, batch: Batch, size: int) -> Gradients:
+def loop(objective: Objective, batch: Batch, size: int) -> Gradients:
     """Per-sample gradients, each from a forward and backward pass of its own."""
-    params, losses, gradients = subject.params, [], []
+    params, losses, gradients = objective.params, [], []
     for i in range(size):  # each alone: padding would change nothing
         record = records.cut(batch, i, i + 1)
-        with subject.rewound():
-            value, gradient = one_record(subject.loss, params, record, copies=1)
+        with objective.rewound():
+            value, gradient = one_record(objective.loss, params, record, copies=1)
         losses.append(value)
         gradients.append(gradient)
     factors: Factors = {

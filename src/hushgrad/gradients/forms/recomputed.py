@@ -20,19 +20,19 @@ from torch import Tensor
 
 from hushgrad.batches import records
 from hushgrad.gradients.factors.choice import settle
-from hushgrad.gradients.factors.gradients import Factors, Gradients, Key
+from hushgrad.gradients.factors.gradients import Factors, Gradients, UseKey
 from hushgrad.gradients.factors.held import Gradient, Known
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots
 from hushgrad.gradients.factors.sums import Extent, Summation, rows_within
 from hushgrad.gradients.forms.traced import checked_losses
 from hushgrad.gradients.guards import guarded, refuse_kept, refuse_strangers
-from hushgrad.gradients.objective import Subject
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.tracing.call_sites import Replaying
 from hushgrad.gradients.tracing.rules import RULES
 from hushgrad.gradients.tracing.tape import HandOver, Tape
 from hushgrad.numerics import Square, exact_products, wide
-from hushgrad.types import Batch, Foreseen, Refused
+from hushgrad.types import Batch, EagerWeights, Refused
 
 _SMALL_GROUP = 8  # parameters, as a recurrent layer may have
 
@@ -44,28 +44,28 @@ class Recomputed(Gradients):
     with the weights that are asked for up to 2⁻⁴⁰ of them.
     """
 
-    def __init__(self, subject: Subject, batch: Batch, slots: Slots, guide: Replaying) -> None:
-        self._subject, self._params = subject, subject.params
+    def __init__(self, objective: Objective, batch: Batch, slots: Slots, guide: Replaying) -> None:
+        self._subject, self._params = objective, objective.params
         self._slots, self._guide, self._scale = slots, guide, 1.0
-        self._tape = tape = Tape(subject.params, slots.rows, guide, RULES)
+        self._tape = tape = Tape(objective.params, slots.rows, guide, RULES)
         with torch.enable_grad(), tape.watching():
-            losses = checked_losses(subject.loss(batch), slots.rows)
+            losses = checked_losses(objective.loss(batch), slots.rows)
             known = (tape.token, *records.tensors(batch))
-            self._others = refuse_strangers(losses, subject.params, known)
+            self._others = refuse_strangers(losses, objective.params, known)
         self._graph: Tensor | None = losses
         self._losses = slots.of_records(losses.detach())
         self._position = guide.position
         self._all: dict[str, Square] = {}
         self._known: dict[str, Known] = {}
         self._extents: dict[str, list[Extent]] = {}
-        self._foreseen = _worth_it(subject.foreseen)
+        self._foreseen = _worth_it(objective.foreseen)
         self._waiting: dict[str, Gradient] = {}
         self._ahead: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and the sum with them
         self._pass_back(self._measure, again=True)
         while self._waiting:  # for mates that are on no path
             self._sum_ahead(next(iter(self._waiting)), self._foreseen)
 
-    def _measure(self, name: str, uses: dict[Key, Use]) -> None:
+    def _measure(self, name: str, uses: dict[UseKey, Use]) -> None:
         gradient = settle(tuple(uses.values()), tuple(self._params[name].shape))
         self._all[name], self._known[name] = gradient.square, gradient.measured
         self._extents[name] = gradient.extents
@@ -74,7 +74,7 @@ class Recomputed(Gradients):
             if self._waiting.keys() >= set(self._foreseen.group[name]):
                 self._sum_ahead(name, self._foreseen)
 
-    def _sum_ahead(self, name: str, foreseen: Foreseen | None) -> None:
+    def _sum_ahead(self, name: str, foreseen: EagerWeights | None) -> None:
         """Sum the group of this parameter by the weights that are foreseen for it."""
         assert foreseen is not None
         group = foreseen.group[name]
@@ -154,14 +154,14 @@ class Recomputed(Gradients):
         own = {name: spread[id(weights[name])] for name in self._extents}
         rows = rows_within(self._extents, own, within=within)
 
-        def add(name: str, uses: dict[Key, Use]) -> None:
+        def add(name: str, uses: dict[UseKey, Use]) -> None:
             shape = tuple(self._params[name].shape)
             gradient = settle(tuple(uses.values()), shape, known=self._known[name])
             how = Summation(None if finite else own[name] != 0, False, rows[name])
             sums[name] = gradient.weighted_sum(own[name], how)
 
-        subject = self._subject
-        with guarded(subject.params, subject.modules, subject.free_buffers):
+        objective = self._subject
+        with guarded(objective.params, objective.modules, objective.free_buffers):
             self._pass_back(add, again=False)
         return sums
 
@@ -178,7 +178,7 @@ class Recomputed(Gradients):
         )
 
 
-def _worth_it(foreseen: Foreseen | None) -> Foreseen | None:
+def _worth_it(foreseen: EagerWeights | None) -> EagerWeights | None:
     """Sums ahead of time, if no group would be held for long before it is complete."""
     small = foreseen is not None and max(map(len, foreseen.group.values())) <= _SMALL_GROUP
     return foreseen if small else None

@@ -58,7 +58,7 @@ class Call:
         return self.output.layout
 
 
-Rule = Callable[..., "Saves | None"]
+OperationRule = Callable[..., "Saves | None"]
 
 
 @dataclass(frozen=True)

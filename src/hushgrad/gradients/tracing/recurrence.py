@@ -28,7 +28,7 @@ class Weights(NamedTuple):
     projection: Tensor | None  # [state, cell]
 
 
-class Ran(NamedTuple):
+class Unroll(NamedTuple):
     """What a run over all steps leaves."""
 
     y: Tensor
@@ -38,7 +38,7 @@ class Ran(NamedTuple):
     kept: tuple[Tensor, ...]  # for the way back, the weight first
 
 
-class Back(NamedTuple):
+class UnrollBack(NamedTuple):
     """The gradients of the products with each weight, and of the first state."""
 
     inputs: Tensor
@@ -67,20 +67,20 @@ class Rnn:
     reverse: bool
     relu: bool
 
-    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Ran:
+    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Unroll:
         """All steps, from the inputs' products with the weights, which are written over."""
         gates = gates if w.bias is None else gates.add_(w.bias)
         y = torch.empty_like(gates)
         for gate, out in _in_order(gates, y, reverse=self.reverse):
             gate.add_(linear(h, w.hidden))
             h = torch.clamp(gate, min=0, out=out) if self.relu else torch.tanh(gate, out=out)
-        return Ran(y, None, None, gates, (w.hidden, y))
+        return Unroll(y, None, None, gates, (w.hidden, y))
 
-    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> Back:
+    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> UnrollBack:
         (y,) = kept
         slopes = (y > 0).to(y.dtype) if self.relu else 1 - y * y
         _, gates, h = _chain(dy, slopes, None, w, reverse=self.reverse)
-        return Back(gates, gates, h)
+        return UnrollBack(gates, gates, h)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Gru:
 
     reverse: bool
 
-    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Ran:
+    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Unroll:
         size, start = h.shape[-1], h
         y, hidden = gates.new_empty(*gates.shape[:2], size), torch.empty_like(gates)
         for gate, product, out in _in_order(gates, hidden, y, reverse=self.reverse):
@@ -98,9 +98,9 @@ class Gru:
             r, z, n = gate.chunk(3, 1)
             n.addcmul_(r, product[:, 2 * size :]).tanh_()
             h = torch.lerp(n, h, z, out=out)
-        return Ran(y, None, None, hidden, (w.hidden, y, gates, hidden, start))
+        return Unroll(y, None, None, hidden, (w.hidden, y, gates, hidden, start))
 
-    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> Back:
+    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> UnrollBack:
         y, gates, hidden, start = kept
         r, z, n = gates.chunk(3, -1)
         slope = _tanh_slope(1 - z, n)
@@ -109,7 +109,7 @@ class Gru:
         slopes = torch.cat([by_r, by_z, slope * r], -1)
         states, products, h = _chain(dy, slopes, z, w, reverse=self.reverse)
         gates = torch.cat([*products.chunk(3, -1)[:2], slope * states], -1)
-        return Back(gates, products, h)
+        return UnrollBack(gates, products, h)
 
 
 def _chain(
@@ -138,7 +138,7 @@ class Lstm:
 
     reverse: bool
 
-    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Ran:
+    def run(self, gates: Tensor, h: Tensor, c: Tensor | None, w: Weights) -> Unroll:
         assert c is not None
         size, start, p = c.shape[-1], c, w.projection
         gates = gates if w.bias is None else gates.add_(w.bias)
@@ -153,9 +153,9 @@ class Lstm:
             h = torch.mul(torch.tanh(c, out=squashed), o.sigmoid_(), out=out)
             h = h if p is None else end.copy_(linear(h, p))
         kept = (w.hidden, gates, cells, after, start, *([] if p is None else [p]))
-        return Ran(y, cells, None if p is None else m, gates, kept)
+        return Unroll(y, cells, None if p is None else m, gates, kept)
 
-    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> Back:
+    def back(self, dy: Tensor, dc: Tensor | None, w: Tensor, *kept: Tensor) -> UnrollBack:
         gates, cells, after, start, *projection = kept
         assert dc is not None
         i, f, g, o = gates.chunk(4, -1)
@@ -178,10 +178,10 @@ class Lstm:
             each[:, 3].mul_(dm)
             later, dc = gate, dc * forget
         assert later is not None
-        return Back(slopes, slopes, linear(later, w.mT), dc, states if projection else None)
+        return UnrollBack(slopes, slopes, linear(later, w.mT), dc, states if projection else None)
 
 
-Kind = Rnn | Gru | Lstm
+CellKind = Rnn | Gru | Lstm
 
 
 class Unrolled(torch.autograd.Function):
@@ -194,8 +194,8 @@ class Unrolled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kind: Kind,
-        ran: Ran,
+        kind: CellKind,
+        ran: Unroll,
         inputs: Tensor,
         hidden: Tensor,
         projected: Tensor | None,
@@ -210,5 +210,5 @@ class Unrolled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         dy, dc = gradients if len(gradients) == 2 else (gradients[0], None)
         with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
-            back: Back = ctx.kind.back(dy, dc, *ctx.saved_tensors)
+            back: UnrollBack = ctx.kind.back(dy, dc, *ctx.saved_tensors)
         return None, None, back.inputs, back.hidden, back.projected, back.h, back.c

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hushgrad.gradients.factors.gradients import Factors, Key
+from hushgrad.gradients.factors.gradients import Factors, UseKey
 from hushgrad.gradients.factors.kinds import Dense, Use
 from hushgrad.gradients.tracing.call import Back, Call, Emitted, Rules, Saves
 from hushgrad.gradients.tracing.call_sites import Guide, Place
@@ -28,7 +28,7 @@ from hushgrad.gradients.tracing.calls import map_in, name_of, tensors_in, writes
 from hushgrad.numerics import exact_products, wide
 from hushgrad.types import NotCovered, Params, Refused
 
-HandOver = Callable[[str, dict[Key, Use]], None]
+HandOver = Callable[[str, dict[UseKey, Use]], None]
 """What is done with a parameter's uses once all of them are there."""
 
 _PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
@@ -68,7 +68,7 @@ class Tape:
         device = next(iter(params.values())).device
         self.token = torch.zeros((), device=device, requires_grad=True)
         self._calls = 0
-        self.factors: dict[str, dict[Key, Use]] = {name: {} for name in params}
+        self.factors: dict[str, dict[UseKey, Use]] = {name: {} for name in params}
         self._leaves: dict[str, Tensor] = {}
         self._cuts: list[Tensor] = []
         self._made = 0
@@ -253,7 +253,7 @@ class Tape:
         derived.__dict__.update(graph=graph, names=names, back=back, number=self._made)
         return derived
 
-    def _keep(self, key: Key, operand: Tensor, factor: Use) -> None:
+    def _keep(self, key: UseKey, operand: Tensor, factor: Use) -> None:
         if type(operand) is self._private:
             name = self._name_of[id(operand)]
             if name in self._handed_over:

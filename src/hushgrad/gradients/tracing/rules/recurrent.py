@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hushgrad.gradients.tracing.call import Call, Saves
-from hushgrad.gradients.tracing.recurrence import Gru, Kind, Lstm, Rnn, Unrolled, Weights, before
+from hushgrad.gradients.tracing.recurrence import (
+    CellKind,
+    Gru,
+    Lstm,
+    Rnn,
+    Unrolled,
+    Weights,
+    before,
+)
 from hushgrad.gradients.tracing.rules.linear import linear
 from hushgrad.gradients.tracing.rules.registry import REGISTERED, decomposition
 from hushgrad.types import NotCovered
@@ -41,7 +49,7 @@ REGISTERED[known_linear] = _as_linear
 
 
 def _layer(
-    kind: Kind, x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool
+    kind: CellKind, x: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool
 ) -> tuple[Tensor, ...]:
     """One layer in one direction: the outputs of all steps, then the last states."""
     w_ih, w_hh, *rest = weights
@@ -73,7 +81,7 @@ def _layer(
 
 
 def _layers(
-    make: Callable[[bool], Kind],
+    make: Callable[[bool], CellKind],
     input: Tensor,
     hx: Any,
     params: Sequence[Tensor],
@@ -108,7 +116,7 @@ def _layers(
 
 
 def _recurrent(
-    make: Callable[[bool], Kind], input: Tensor, second: Any, *others: Any, **named: Any
+    make: Callable[[bool], CellKind], input: Tensor, second: Any, *others: Any, **named: Any
 ) -> Any:
     """Either spelling: with the first states second, or a packed sequence's batch sizes."""
     if isinstance(second, Tensor) and second.dim() == 1:

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hushgrad.gradients.tracing.call import Rule
+from hushgrad.gradients.tracing.call import OperationRule
 
 Decomposition = Callable[..., Any]
 
-REGISTERED: dict[Any, Rule] = {}
+REGISTERED: dict[Any, OperationRule] = {}
 DECOMPOSITIONS: dict[Any, Decomposition] = {}
 _NAMESPACES = (torch, torch.Tensor, F)
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[OperationRule], OperationRule]:
     """Register a rule for every spelling of an operation: function, method and operator."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: OperationRule) -> OperationRule:
         spellings = [getattr(space, name, None) for space in _NAMESPACES for name in names]
         for spelling in spellings:
             if spelling is not None:

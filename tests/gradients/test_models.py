@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import Expected, agree, check, expected, pick, private, size_of, stacked
+from compare import Expected, agree, check, expected, private, size_of, stacked
 from hf import (
     LENGTH,
     Loss,
@@ -31,7 +31,7 @@ from hf import (
 )
 from torch import Tensor, nn
 
-from hushgrad.gradients import certificate_for, per_sample, traced
+from hushgrad.gradients import Certificate, certificate_for, per_sample, traced
 
 Made = tuple[Callable[..., nn.Module], Callable[[nn.Module], Loss], Callable[[], Any]]
 
@@ -92,11 +92,13 @@ def test_another_length_is_exact(name: str) -> None:
 # --- dropout ------------------------------------------------------------------------------------
 
 
-def expected_of_pass(loss: Loss, params: dict[str, nn.Parameter], batch: Any, seed: int) -> Any:
-    """What autograd says of each record in one pass over the padded batch, drawn from `seed`."""
-    size = size_of(batch)
+def expected_of_pass(
+    certificate: Certificate, loss: Loss, params: dict[str, nn.Parameter], batch: Any, seed: int
+) -> Any:
+    """What autograd says of each record in one pass over all rows, drawn from `seed`."""
     torch.manual_seed(seed)
-    losses = loss(pick(batch, [*range(size), *[0] * (-size % 8)]))[:size]
+    slots = certificate.slots(size_of(batch))
+    losses = slots.of_records(loss(slots.filled(batch)))
     gradients = [
         torch.autograd.grad(value, [*params.values()], retain_graph=True, allow_unused=True)
         for value in losses
@@ -112,7 +114,7 @@ def test_dropout_is_certified_and_exact_for_the_masks_drawn(name: str, attention
     certificate = certificate_for(loss, params, batch, modules=(model,))
     assert certificate.form is traced
     for seed in (1, 2):
-        want = expected_of_pass(loss, params, batch, seed)
+        want = expected_of_pass(certificate, loss, params, batch, seed)
         torch.manual_seed(seed)
         gradients = per_sample(loss, params, batch, form=traced, modules=(model,))
         agree(gradients, want, params)
@@ -174,7 +176,9 @@ def test_activation_checkpointing_changes_nothing(name: str, reentrant: bool) ->
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_dropout_draws_its_masks_once(reentrant: bool) -> None:
     model, loss, batch = make("GPT-2", layers=2, dropout=0.3)
-    params, want = private(model), expected_of_pass(loss, private(model), batch, seed=1)
+    params = private(model)
+    certificate = certificate_for(loss, params, batch, modules=(model,))
+    want = expected_of_pass(certificate, loss, params, batch, seed=1)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     torch.manual_seed(1)
     agree(per_sample(loss, params, batch, form=traced, modules=(model,)), want, params)

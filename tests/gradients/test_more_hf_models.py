@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import TOLERANCE, agree, check, expected, private
+from compare import TOLERANCE, agree, check, expected, pick, private, size_of
 from hf import (
     BATCH,
     ENCODER,
@@ -295,11 +296,17 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_that_drops_its_mask_is_refused(dtype: torch.dtype) -> None:
     """Without padding in the batch, keys are no longer repeated for each head of queries.
 
-    So one padded record more would move every other record's gradient, if only by rounding.
+    So one padded record more would move every other record's gradient, if only by rounding. Some
+    processors round both kernels alike.
     """
     model = roused(qwen2()).to(dtype).train()
     loss, params, batch = causal_loss(model), private(model), full_beside_short()
-    with pytest.raises(Refused, match=r"other operations beside other records.*eager"):
+    size = size_of(batch)
+    full = [*range(0, size, 2)]
+    beside_short, beside_full = loss(batch)[full], loss(pick(batch, (2 * full)[:size]))
+    moves = not torch.equal(beside_short, beside_full[: len(full)])
+    refused = pytest.raises(Refused, match=r"other operations beside other records.*eager")
+    with refused if moves else nullcontext():
         certificate_for(loss, params, batch, form=traced, modules=(model,))
 
 

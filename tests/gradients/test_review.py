@@ -420,7 +420,7 @@ def test_an_array_in_the_batch_is_refused() -> None:
 @pytest.mark.parametrize("use", ["norms", "sums", "scaled", "added"])
 def test_a_batch_that_is_written_before_its_gradients_are_used(use: str) -> None:
     """A loader may reuse its buffer: norms of one batch would clip another."""
-    layer, batch = nn.Linear(4, 3), torch.randn(8, 4)
+    layer, batch = nn.Linear(16, 16), torch.randn(8, 16)  # eight rows as they are, not copied
     found = per_sample(lambda x: layer(x).square().sum(1), private(layer), batch)
     if use != "norms":
         found.sq_norms()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from hushgrad.parallel.single import refuse_accumulator_hooks, refuse_wrapped, r
 from hushgrad.types import Batch, EagerWeights, Loss, NotCovered, Params, Refused
 
 __all__ = [
+    "Certificate",
     "Form",
     "Gradients",
     "auto",
@@ -88,7 +90,7 @@ def per_sample(
     key = fingerprint(objective, forms, batch)
     known = _certificates.get(key)
     for certificate in reversed(known):  # the last: it may be of a form that takes every batch
-        gradients = _step(certificate, objective, batch, capacity)
+        gradients = _unless_given_up(partial(_step, certificate, objective, batch, capacity))
         if gradients is not None:
             return gradients
     certificate, gradients = _begun(objective, forms, batch, capacity, changing=bool(known))
@@ -139,11 +141,20 @@ def _begun(
         certificate = _certified(objective, left, batch, capacity)
         if left is others:
             certificate.why_not = following | certificate.why_not
-        gradients = _first_use(certificate, objective, batch, capacity)
+        gradients = _unless_given_up(partial(_first_use, certificate, objective, batch, capacity))
         if gradients is not None:
             _report(certificate, len(objective.params))
             return certificate, gradients
     raise Refused(f"{_CHANGING}; use form=loop")
+
+
+def _unless_given_up(attempt: Callable[[], Gradients | None]) -> Gradients | None:
+    """Make an attempt; if it is given up, the next one draws what it has drawn."""
+    before = torch.get_rng_state()
+    gradients = attempt()
+    if gradients is None:
+        torch.set_rng_state(before)
+    return gradients
 
 
 def _first_use(

@@ -122,7 +122,7 @@ def _row(name: str, params: Params, certificate: Certificate, gradients: Gradien
     spelled = (site.operation.removeprefix("get ").strip("_") for site in sites)
     operations = ", ".join(dict.fromkeys(spelled)) or "–"
     positions = ", ".join(dict.fromkeys(str(at) for at in layouts if at)) or "–"
-    held = gradients.settled[name].form if name in gradients.settled else "idle"
+    held = gradients.held_gradients[name].form if name in gradients.held_gradients else "idle"
     if certificate.form is not traced:
         held = f"{certificate.form.name}, {held}"
     uses = tuple(gradients.factors[name].values())
@@ -163,7 +163,7 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
             True,
         ),
         Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),
-        Check("no gradient and no buffer was written out of sight", "none", True),
+        Check("no gradient and no buffer was written unseen", "none", True),
     ]
 
 

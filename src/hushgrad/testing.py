@@ -54,7 +54,7 @@ def check_clip_rule(clip: Clip, groups: int = 1) -> None:
     for bad in (torch.nan, torch.inf):
         came = clip.weights(torch.stack([norms[0], norms[1].index_fill(0, last, bad)]))
         holds = torch.equal(came[0], together[0]) and not came[1].any()
-        expected = f"{clip.name}: weight 0 at a norm of {bad}, its mate unmoved"
+        expected = f"{clip.name}: weight 0 at a norm of {bad}, the other record unmoved"
         _require(holds, expected, came.tolist(), "leave Clip.weights as it is")
 
 

@@ -80,7 +80,7 @@ def held(*factors: Factor | Rows) -> Gradients:
 
 def exact(gradients: Gradients, weights: Tensor) -> Tensor:
     """The sum of the gradients as they are held, in float64."""
-    return _exact(gradients.settled["w"], weights, gradients._params["w"].shape)
+    return _exact(gradients.held_gradients["w"], weights, gradients._params["w"].shape)
 
 
 def _exact(gradient: Gradient, weights: Tensor, shape: torch.Size) -> Tensor:
@@ -169,7 +169,7 @@ def test_records_that_are_written_out_are_added_in_float64() -> None:
     """Each added to a float32 total would round what all others have added."""
     a, b = opposed(1024, 4, WIDTH)
     gradients = held(Outer(a, b))
-    assert len(gradients.settled["w"].measured.fragile) > 500
+    assert len(gradients.held_gradients["w"].measured.fragile) > 500
     weights = 1 / gradients.sq_norms()["w"].sqrt()
     total = gradients.weighted_sum({"w": weights}, within=PIECE_ERROR)["w"]
     assert total.dtype == torch.float64

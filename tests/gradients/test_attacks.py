@@ -19,7 +19,7 @@ from hushgrad.types import Refused
 
 MODULE = importlib.import_module("hushgrad.gradients.forms.compiled")
 FORMS = (compiled, *auto)
-MATES = "depends on its mates"
+MEETING = "depends on other records"
 
 
 def mlp() -> nn.Sequential:
@@ -35,27 +35,27 @@ def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_branch_on_the_sign_of_a_sum_over_the_batch(sign: float) -> None:
-    """Where all records have one sign, only a loud mate of the other turns it."""
+    """Where all records have one sign, only a loud record of the other turns it."""
     model = mlp()
 
     def loss(x: Tensor) -> Tensor:
         return model(x).square().sum(1) * (2.0 if x.sum() > 0 else 1.0)
 
     for _ in range(4):  # the records that are tried are drawn anew
-        with pytest.raises(Refused, match=MATES):
+        with pytest.raises(Refused, match=MEETING):
             per_sample(loss, private(model), sign * torch.rand(16, 5), modules=(model,))
 
 
 @pytest.mark.parametrize("strength", [1e-14, 0.0])
 def test_a_coupling_too_weak_for_any_loud_record(strength: float) -> None:
-    """A record of 1e30 would still move its mates, and one that is nan would, at no strength."""
+    """A record of 1e30 would still move the others, and one that is nan would, at no strength."""
     model = mlp()
 
     def loss(x: Tensor) -> Tensor:
         h = model[0](x)
         return model[2](model[1](h + strength * h.mean(0).detach())).square().sum(1)
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(model), torch.randn(16, 5), modules=(model,))
 
 

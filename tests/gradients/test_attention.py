@@ -221,8 +221,8 @@ def test_projections_stay_factored(meeting: str, blocks: int) -> None:
     """Whole or by rows: no gradient of the shape of the packed weight is written out."""
     model, loss = wide_attention(meeting)
     gradients = check(loss, model, torch.randn(5, 2, 40))
-    assert gradients.settled["in_proj_weight"].form == "Gram"
-    assert gradients.settled["out_proj.weight"].form == "Gram"
+    assert gradients.held_gradients["in_proj_weight"].form == "Gram"
+    assert gradients.held_gradients["out_proj.weight"].form == "Gram"
     uses = gradients.factors["in_proj_weight"].values()
     assert len(uses) == blocks
     inputs, gradients_of_outputs = zip(*(use.parts for use in uses), strict=True)
@@ -256,7 +256,7 @@ def test_differences_of_rows(meeting: str) -> None:
     for combined, sign in ((difference(new, old), -1.0), (new + old, 1.0)):
         joined = {name: g + sign * before.gradients[name] for name, g in after.gradients.items()}
         agree(combined, Expected(after.losses + sign * before.losses, joined), params, 1e-3)
-        assert combined.settled["in_proj_weight"].form == "Gram"
+        assert combined.held_gradients["in_proj_weight"].form == "Gram"
 
 
 # --- torch's transformers -----------------------------------------------------------------------

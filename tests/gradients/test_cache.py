@@ -75,7 +75,7 @@ def test_a_whole_number_may_change_what_is_mixed() -> None:
     params = dict(layer.named_parameters())
     for _ in range(STEPS):
         per_sample(over(1), params, torch.randn(8, 3))
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(over(0), params, torch.randn(8, 3))
 
 
@@ -92,7 +92,7 @@ def test_a_global_may_change_what_is_mixed(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(STEPS):
         per_sample(_over_a_global(layer), params, torch.randn(8, 3))
     monkeypatch.setitem(globals(), "DIMENSION", 0)
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(_over_a_global(layer), params, torch.randn(8, 3))
 
 
@@ -105,7 +105,7 @@ def test_the_same_code_around_another_function_is_another_loss() -> None:
 
     for _ in range(STEPS):
         per_sample(around(lambda h: h - h.mean(1, True)), params, torch.randn(8, 3))
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(around(lambda h: h - h.mean(0, True)), params, torch.randn(8, 3))
 
 
@@ -121,7 +121,7 @@ def test_a_certificate_does_not_outlive_its_parameters() -> None:
 
         params = dict(layer.named_parameters())
         if mixing:
-            with pytest.raises(Refused, match="depends on its mates"):
+            with pytest.raises(Refused, match="depends on other records"):
                 per_sample(loss, params, torch.randn(8, 3))
         else:
             per_sample(loss, params, torch.randn(8, 3))
@@ -166,5 +166,5 @@ def test_an_attribute_that_is_no_field_of_a_loss_is_seen_to_change() -> None:
     for _ in range(STEPS + 1):  # the next step is no step at which independence is tested anyway
         per_sample(loss, params, torch.randn(8, 3))
     loss.mixing = True
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, params, torch.randn(8, 3))

@@ -154,7 +154,7 @@ def test_two_losses_may_have_batches_of_their_own() -> None:
 
 def test_a_number_that_a_batch_computes_from_its_records_is_probed() -> None:
     layer = nn.Linear(3, 2)
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         gradients_of(
             scaled(layer, lambda b: (b.x, b.number)), private(layer), Measured(torch.randn(6, 3))
         )

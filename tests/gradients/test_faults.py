@@ -59,7 +59,7 @@ def test_statistics_over_the_batch_that_are_nan_for_equal_records() -> None:
     def loss(x: Tensor) -> Tensor:
         return layer((x - x.mean(0)) / x.std(0)).square().sum(1)
 
-    with pytest.raises(Refused, match=r"depends on its mates: among copies of itself"):
+    with pytest.raises(Refused, match=r"depends on other records: among copies of itself"):
         per_sample(loss, private(layer), torch.randn(8, 3))
 
 

@@ -18,7 +18,7 @@ from hushgrad.gradients.certification.deterministic import STRATA, Seed, Without
 from hushgrad.gradients.observed import observe
 from hushgrad.gradients.probes import irregular, replaced
 
-MATES = "depends on its mates"
+MEETING = "depends on other records"
 
 # --- draws --------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_mixing_at_rare_draws(draw: Callable[[], Any]) -> None:
     layer, loss = centred_if(draw)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 4))
 
 
@@ -196,7 +196,7 @@ def test_a_hook_that_mixes_gradients(hook: Callable[[Tensor], Tensor], bounded: 
         return out.square().sum(1)
 
     batch = (torch.randn(16, 6), torch.randint(3, (16,)))
-    with pytest.raises(Refused, match=rf"{MATES}|differs from its one-record run"):
+    with pytest.raises(Refused, match=rf"{MEETING}|differs from its one-record run"):
         per_sample(loss, private(model), batch, form=traced)
 
 
@@ -215,7 +215,7 @@ def test_a_function_that_clips_the_batch_on_the_way_back() -> None:
     def loss(x: Tensor) -> Tensor:
         return Clip.apply(layer(x)).square().sum(1)
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(8, 3), form=traced)
     assert per_sample(loss, private(layer), torch.randn(8, 3)).form == "loop"
 
@@ -255,7 +255,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("mix", PLACES.values(), ids=PLACES)
 def test_mixing_by_place(mix: Callable[[Tensor], Tensor], size: int) -> None:
     layer = nn.Linear(3, 5)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(lambda x: layer(mix(x)).square().sum(1), private(layer), torch.randn(size, 3))
 
 
@@ -271,7 +271,7 @@ def test_mixing_at_a_size_between_those_that_were_tested() -> None:
 
     for size in (64, 64, 64, 40, 56):
         step(size)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         step(48)
 
 
@@ -315,7 +315,7 @@ def test_what_starts_to_mix_is_seen_within_sixteen_steps(flipped: int) -> None:
             per_sample(loss, private(layer), torch.randn(8, 3))
             seen.append(step)
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         steps()
     assert flipped <= len(seen) <= flipped + 16
 
@@ -376,5 +376,5 @@ def test_what_is_kept_from_batch_to_batch_is_seen_at_certification() -> None:
         before, kept[0] = kept[0], x.detach().abs().amax(0)
         return layer(x + 1e-6 * before).square().sum(1)
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 3))

@@ -196,7 +196,7 @@ LN: Forms = {"*.ln_*": "materialised", "*.bias": "materialised", "*.weight": "Gr
 def assert_held(gradients: Gradients, model: nn.Module, forms: Forms) -> None:
     """Every parameter is held as the table says, and every line of the table is about some."""
     fitted = {name: _pattern(name, forms) for name in private(model)}
-    held = {name: gradients.settled[name].form for name in fitted}
+    held = {name: gradients.held_gradients[name].form for name in fitted}
     assert held == {name: forms[pattern] for name, pattern in fitted.items()}
     assert set(fitted.values()) == forms.keys()
 
@@ -328,7 +328,7 @@ def test_a_coupling_behind_a_branch_is_seen() -> None:
             return h.square()
         return h.square() + 1e-3 * (x > 0).float().mean() * h.detach()
 
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, private(layer), torch.randn(8, 3), form=auto, modules=(layer,))
 
 
@@ -365,7 +365,7 @@ def _pooled(features: Any) -> Tensor:
 
 def test_a_contrastive_loss_mixes_the_records() -> None:
     model = roused(clip()).train()
-    with pytest.raises(Refused, match=r"depends on its mates.*from that record alone"):
+    with pytest.raises(Refused, match=r"depends on other records.*from that record alone"):
         per_sample(contrastive_loss(model), private(model), pairs(), form=auto, modules=(model,))
 
 
@@ -400,7 +400,7 @@ def test_a_layer_that_a_model_leaves_out_is_named() -> None:
         check(classifier_loss(model), model, pictures())
     idle = [name for name in private(model) if unused in name]
     gradients = check(classifier_loss(model), model, pictures(), idle=idle)
-    assert not any(name in gradients.settled for name in idle)
+    assert not any(name in gradients.held_gradients for name in idle)
 
 
 # --- adapters -----------------------------------------------------------------------------------

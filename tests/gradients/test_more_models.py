@@ -311,6 +311,6 @@ def test_a_model_is_exact_and_held_as_expected(name: str) -> None:
         for key in (key.lower() for key in found)
     }
     assert {key.lower(): kind for key, kind in found.items()} == wanted
-    for key, gradient in gradients.settled.items():
+    for key, gradient in gradients.held_gradients.items():
         if "Dense" in found[key]:
             assert gradient.form == "materialised"

@@ -82,7 +82,7 @@ def test_linear_is_held_in_the_cheaper_form(t: int, width: int, form: str) -> No
     """Few positions of a wide layer stay factored; many of a narrow one are written out."""
     model = nn.Linear(width, width)
     gradients = check(loss_of(model), model, torch.randn(5, t, width))
-    assert gradients.settled["weight"].form == form
+    assert gradients.held_gradients["weight"].form == form
 
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -138,7 +138,7 @@ def test_convolution_in_both_forms(
     layer = CONVOLUTIONS[spatial](ins, outs, 2, padding=padding)
     model = nn.Sequential(Uses(lambda h: h, []), layer)
     gradients = check(loss_of(model), model, torch.randn(3, ins, *[size] * spatial))
-    assert gradients.settled["1.weight"].form == form
+    assert gradients.held_gradients["1.weight"].form == form
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_transposed_convolution_in_both_forms(
     layer = TRANSPOSED[spatial](ins, outs, 2)
     model = nn.Sequential(Uses(lambda h: h, []), layer)
     gradients = check(loss_of(model), model, torch.randn(3, ins, *[size] * spatial))
-    assert gradients.settled["1.weight"].form == form
+    assert gradients.held_gradients["1.weight"].form == form
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), ((2, 1), (1, 0))])
@@ -276,7 +276,7 @@ MATRICES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 def test_einsum_by_a_matrix_stays_factored(kind: str) -> None:
     function, shape = MATRICES[kind]
     gradients = run(lambda h, w: 0.1 * function(h, w), [shape], torch.randn(5, 2, 40))
-    assert gradients.settled["operands.0"].form == "Gram"
+    assert gradients.held_gradients["operands.0"].form == "Gram"
 
 
 def twofold(h: Tensor) -> Tensor:
@@ -465,7 +465,7 @@ def test_embedding(
 def test_embedding_in_both_forms(rows: int, t: int, form: str) -> None:
     table = nn.Embedding(rows, 6)
     gradients = check(loss_of(table), table, torch.randint(rows, (5, t)))
-    assert gradients.settled["weight"].form == form
+    assert gradients.held_gradients["weight"].form == form
 
 
 LOOKUPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
@@ -1005,7 +1005,7 @@ def test_reused_layers_can_stay_factored() -> None:
     wide, head = nn.Linear(40, 40), nn.Linear(40, 40)
     model = nn.Sequential(wide, nn.Tanh(), wide, nn.Tanh(), head, nn.Tanh(), wide)
     gradients = check(loss_of(model), model, torch.randn(5, 40))
-    assert gradients.settled["0.weight"].form == "Gram"
+    assert gradients.held_gradients["0.weight"].form == "Gram"
 
 
 def test_tied_table_and_head_can_stay_factored() -> None:
@@ -1017,7 +1017,7 @@ def test_tied_table_and_head_can_stay_factored() -> None:
 
     modules = nn.ModuleList([table, middle])
     gradients = check(loss_of(model), modules, torch.randint(90, (5, 3)))
-    assert gradients.settled["0.weight"].form == "Gram"
+    assert gradients.held_gradients["0.weight"].form == "Gram"
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 2, 4)])

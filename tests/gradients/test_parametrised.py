@@ -222,7 +222,7 @@ def test_a_wide_update_of_a_layer_is_cheaper_factored() -> None:
     model = nn.Sequential(adapted(nn.Linear(40, 50)), nn.Tanh(), nn.Linear(50, 2))
     gradients = check(loss_of(model), model, torch.randn(5, 3, 40))
     assert kinds(gradients)["0.parametrizations.weight.0.a"] == "Outer"
-    assert gradients.settled["0.parametrizations.weight.0.a"].form == "Gram"
+    assert gradients.held_gradients["0.parametrizations.weight.0.a"].form == "Gram"
 
 
 def test_a_projected_table_stays_factored() -> None:
@@ -295,10 +295,10 @@ def _product_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 product.register_autograd(_product_back, setup_context=_keep)
 
 KERNELS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "function of a parameter": (lambda x, w: x @ Round.apply(w), "Round consumed .*weight"),
-    "function of a made weight": (lambda x, w: x @ Round.apply(w.exp()), "Round consumed .*weight"),
+    "function of a parameter": (lambda x, w: x @ Round.apply(w), "Round used .*weight"),
+    "function of a made weight": (lambda x, w: x @ Round.apply(w.exp()), "Round used .*weight"),
     "function beside an operation": (
-        lambda x, w: x @ Round.apply(2 * w) + x @ w, "Round consumed .*weight"
+        lambda x, w: x @ Round.apply(2 * w) + x @ w, "Round used .*weight"
     ),
     "operator": (lambda x, w: product(x, w), "hushgrad_tests.product.*custom kernel"),
     "operator on a made weight": (

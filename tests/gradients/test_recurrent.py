@@ -234,7 +234,7 @@ def test_norms_without_writing_gradients_out() -> None:
     x = torch.randn(BATCH, TIME, 32, dtype=torch.float64)
     gradients = check(loss_of(model), model, x)
     for name in ("layer.weight_ih_l0", "layer.weight_hh_l0"):
-        assert gradients.settled[name].form == "Gram"
+        assert gradients.held_gradients[name].form == "Gram"
 
 
 def test_the_gates_of_both_weights_are_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,5 +356,5 @@ def test_a_sequence_without_a_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_taken_for_steps_are_refused(kind: str) -> None:
     layer = KINDS[kind]().double()
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(lambda x: weigh(layer(x)[0]), private(layer), records())

@@ -41,7 +41,7 @@ def squared(model: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 )
 def test_batch_norm_in_training_mode(norm: nn.Module, name: str, form: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), norm)
-    message = f"{name} in training mode.*normalises each record by its mates.*replace_batchnorm"
+    message = f"{name} in training mode.*normalises each record by the others.*replace_batchnorm"
     with pytest.raises(Refused, match=message):
         per_sample(squared(model), private(model), torch.randn(8, 3), form=form, modules=(model,))
 
@@ -134,7 +134,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_mixed_samples(name: str, size: int) -> None:
     layer = nn.Linear(3, 5)
-    with pytest.raises(Refused, match=r"depends on its mates: in a batch it is not what"):
+    with pytest.raises(Refused, match=r"depends on other records: in a batch it is not what"):
         per_sample(lambda x: MIXING[name](layer(x)), private(layer), torch.randn(size, 3))
     assert untouched(layer)
 
@@ -154,7 +154,7 @@ def test_mixing_is_seen_when_all_records_are_alike(value: Tensor) -> None:
         h = layer(x)
         return (h - h.mean(0)).square().sum(1) + h.square().sum(1)
 
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, private(layer), value)
 
 
@@ -166,12 +166,12 @@ def test_mixing_is_seen_when_whole_numbers_are_alike() -> None:
         h = table(index)
         return (h - h.mean(0)).square().sum(1) + h.square().sum(1)
 
-    with pytest.raises(Refused, match=r"depends on its mates|alike|differ"):
+    with pytest.raises(Refused, match=r"depends on other records|alike|differ"):
         per_sample(loss, private(table), torch.full((8,), 2))
 
 
 def test_mixing_in_the_gradient_only_is_never_silently_wrong() -> None:
-    """The value does not depend on the mates, the straight-through gradient does."""
+    """The value does not depend on the others, the straight-through gradient does."""
     layer = nn.Linear(3, 5)
 
     class Through(torch.autograd.Function):
@@ -208,7 +208,7 @@ def test_a_capacity_shows_at_the_largest_batch_only(form: Any) -> None:
     loss, params = squared(model), private(model)
     per_sample(loss, params, torch.randn(8, 3), form=form, modules=(model,))
     per_sample(loss, params, torch.randn(24, 3), form=form, modules=(model,))
-    with pytest.raises(Refused, match=r"depends on its mates.*in a batch it .*a limit over"):
+    with pytest.raises(Refused, match=r"depends on other records.*in a batch it .*a limit over"):
         per_sample(loss, params, torch.randn(40, 3), form=form, modules=(model,))
 
 
@@ -238,7 +238,7 @@ def test_a_model_that_starts_mixing_is_caught_at_the_next_test(
     switch.mixing = True
     for _ in range(caught):
         per_sample(loss, private(layer), torch.randn(8, 3), form=form)
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, private(layer), torch.randn(8, 3), form=form)
 
 
@@ -540,7 +540,7 @@ def test_an_out_argument_under_no_grad_changes_nothing() -> None:
     [
         ({"max_norm": 0.1}, "max_norm"),
         ({"max_norm": 1e6}, "max_norm"),
-        ({"scale_grad_by_freq": True}, "scale_grad_by_freq|depends on its mates|differs"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq|depends on other records|differs"),
     ],
     ids=["max_norm", "large max_norm", "scale_grad_by_freq"],
 )

@@ -19,7 +19,7 @@ from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.factors.choice import costs
 from hushgrad.gradients.factors.kinds import OneHot, Outer
 
-MATES = "depends on its mates"
+MEETING = "depends on other records"
 
 
 def moved(
@@ -65,7 +65,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_mixing_in_some_random_draws_only(draw: Callable[[], Tensor]) -> None:
     model = Sometimes(draw)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(lambda x: (model(x) - 1).square(), private(model), torch.randn(16, 4))
 
 
@@ -75,7 +75,7 @@ def test_noise_scaled_by_the_batch() -> None:
     def loss(x: Tensor) -> Tensor:
         return layer(x + torch.randn_like(x) * x.abs().amax(0))[:, 0].square()
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 4))
 
 
@@ -125,7 +125,7 @@ def warmed(loss: Callable[[Tensor], Tensor], model: nn.Module) -> None:
 def test_a_number_that_was_zero() -> None:
     layer = nn.Linear(4, 1)
     warmed(_scaled(layer, 0.0), layer)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(_scaled(layer, 1.0), private(layer), torch.randn(16, 4), modules=(layer,))
 
 
@@ -133,7 +133,7 @@ def test_another_function_as_a_default() -> None:
     layer = nn.Linear(4, 3)
     warmed(_default(layer, lambda h: h - h.mean(1, True)), layer)
     mixing = _default(layer, lambda h: h - h.mean(0, True))
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(mixing, private(layer), torch.randn(16, 4), modules=(layer,))
 
 
@@ -142,7 +142,7 @@ def test_an_attribute_of_an_object() -> None:
     loss = Scored(layer)
     warmed(loss, layer)
     loss.dim = 0
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 4), modules=(layer,))
 
 
@@ -154,7 +154,7 @@ def test_an_entry_of_a_dictionary() -> None:
 
     warmed(loss, layer)
     options["dim"] = 0
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 4), modules=(layer,))
 
 
@@ -184,7 +184,7 @@ def test_a_part_of_the_model(change: Callable[[nn.Sequential], None]) -> None:
 
     warmed(loss, model)
     change(model)
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(model), torch.randn(16, 4), modules=(model,))
 
 
@@ -205,7 +205,7 @@ def test_records_that_are_alike_are_varied(batch: Tensor) -> None:
         h = layer(x.float())[:, 0]
         return (h - 0.9 * h.mean().detach()).square()
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), batch)
 
 
@@ -225,7 +225,7 @@ def test_where_they_cannot_be_varied_the_next_batch_is_tested() -> None:
     taken.append(torch.zeros(4))
     batch = torch.ones(8, 4)
     batch[::2] = 0
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), batch)
 
 
@@ -258,7 +258,7 @@ def test_a_weak_coupling_is_seen_beside_loud_records(couple: Callable[[Tensor], 
     def loss(b: Sequence[Tensor]) -> Tensor:
         return F.cross_entropy(couple(layer(b[0])), b[1], reduction="none")
 
-    with pytest.raises(Refused, match=MATES):
+    with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), batch)
 
 

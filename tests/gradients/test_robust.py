@@ -945,7 +945,7 @@ def test_a_branch_that_the_records_choose_together_is_refused(form: Form) -> Non
 
     batch = torch.randn(4, 3).abs() * torch.tensor([[2.0], [-1.0], [2.0], [-1.0]])
     idle = ("middle.weight", "middle.bias")
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, private(model), batch, form=form, idle=idle)
 
 
@@ -1230,5 +1230,5 @@ def test_records_that_meet_on_the_way_back_are_no_near_miss() -> None:
     batch = torch.randn(8, 4)
     per_sample(loss, private(model), batch, form=traced)
     switch.on = True
-    with pytest.raises(Refused, match="depends on its mates"):
+    with pytest.raises(Refused, match="depends on other records"):
         per_sample(loss, private(model), batch, form=traced)

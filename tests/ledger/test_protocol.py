@@ -41,7 +41,7 @@ from hushgrad.ledger.file import File
 from hushgrad.ledger.spending import read
 from hushgrad.run import charging
 from hushgrad.run.charging import own_ledger
-from hushgrad.run.resuming import CHECKPOINT, KEY, RunStore, remembered
+from hushgrad.run.resuming import CHECKPOINT, KEY, RunStore, open_store
 from hushgrad.types import Refused, Relation
 
 STEPS, AHEAD, SIGMA, RATE, ORDER = 6, 2, 2.0, 0.25, 8.0
@@ -368,7 +368,7 @@ class Protocol(RuleBasedStateMachine):
         return None if folder.own else Ledger(self.path).budget("census")
 
     def _memory(self, folder: Folder, *, resume: bool, edited: int) -> RunStore:
-        return remembered(
+        return open_store(
             plan=PLAN,
             rng=hg.Rng.from_os(),
             budget=self._budget(folder),

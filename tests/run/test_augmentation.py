@@ -119,7 +119,7 @@ def test_views_that_mix_records_are_refused() -> None:
         x, y = batch
         return x - x.mean(0), y
 
-    with pytest.raises(hg.Refused, match="depends on its mates"):
+    with pytest.raises(hg.Refused, match="depends on other records"):
         clipped_sum(
             Views(loss_of(net), mixed, 2), dict(net.named_parameters()), batch, modules=(net,)
         )

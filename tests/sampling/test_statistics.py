@@ -170,7 +170,7 @@ def test_shuffled_epochs_hold_every_record_once(records: int, batch: int) -> Non
 
 
 def test_shuffled_orders_are_uniform() -> None:
-    """Each record is in each batch of an epoch equally often, and not with the same mates."""
+    """Each record is in each batch of an epoch equally often, and not with the same others."""
     table = membership(Shuffled(4), records=12, steps=3 * 2000)
     for place in range(3):
         assert subsets_fit(table[place::3], 4) > ACCEPT

@@ -1,4 +1,4 @@
-"""Output rules: which point a run gives out, of all those that it went through.
+"""Output rules: which iterate a run returns, of all those that it went through.
 
 With t the number of steps taken, θ_t is the point after them and θ_0 the first one.
 """
@@ -35,7 +35,7 @@ Kept = dict[str, Any]
 
 @dataclass(frozen=True)
 class Output:
-    """A rule that chooses the point which a run gives out.
+    """A rule that chooses the iterate which a run returns.
 
     `event` is that of a whole run, the choice included, from the event of so many steps. `begin`
     is what the rule knows before the first step, `length` how many of the steps are taken, `before`
@@ -98,7 +98,7 @@ def uniform() -> Output:
     """One of the points θ_1, …, θ_T, each as likely; the whole run is accounted for.
 
     Which one is drawn before the first step. θ_0, among which the papers draw too, is left out: no
-    record has touched it. A run that ends before its draw gives out its last point.
+    record has touched it. A run that ends before its draw returns its last iterate.
     """
 
     def after(kept: Kept, params: Params, taken: int) -> Kept:
@@ -121,7 +121,7 @@ def stopped() -> Output:
     δ(ε) is the mean of theirs. That holds only while nothing but the number and the last point
     leaves: metrics, a folder and checkpoints are refused, and the model in the loop is private.
 
-    Reference: DP-SRM and RRPSGD give out such a point; `MixedDpEvent` has the argument.
+    Reference: DP-SRM and RRPSGD return such an iterate; `MixedDpEvent` has the argument.
     """
     return Output(
         "stopped",

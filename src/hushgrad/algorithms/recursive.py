@@ -149,7 +149,7 @@ class Srm:
 
             return one_clip
         assert self.difference_clip is not None
-        clip = settled(self.difference_clip, context, before)
+        clip = difference_rule(self.difference_clip, context, before)
 
         def two_clips(part: Part) -> list[Summand]:
             old, new = part.at(before), part.here
@@ -236,7 +236,7 @@ class SpiderBoost:
         if context.step % self.period == 0 or not state:
             estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
         else:
-            clip = settled(self.difference_clip, context, state["point"])
+            clip = difference_rule(self.difference_clip, context, state["point"])
 
             def query(part: Part) -> list[Summand]:
                 old, new = part.at(state["point"]), part.here
@@ -253,7 +253,7 @@ class SpiderBoost:
         optimizer.step()
 
 
-def settled(rule: Clip | PerDistance, context: StepContext, before: Values) -> Clip:
+def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Values) -> Clip:
     """The rule for differences between the round's point and the one before."""
     if isinstance(rule, Clip):
         return rule

@@ -16,7 +16,7 @@ MULTIPLE = 8
 """Batches are padded to a multiple of this many records, or of more where a model needs it.
 
 Kernels change the order of their sums with the number of rows (1, 2-3, at least 4), and a record
-would then get other bits, and past a ReLU another gradient, when its mates come or go.
+would then get other bits, and past a ReLU another gradient, when other records come or go.
 """
 
 

@@ -19,7 +19,7 @@ from hushgrad.noise import release
 from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
-from hushgrad.run.resuming import Fingerprint, none, remembered
+from hushgrad.run.resuming import Fingerprint, none, open_store
 from hushgrad.sampling import FullBatch, Scheme
 from hushgrad.types import Refused, Relation
 
@@ -93,7 +93,7 @@ def descend(
             f"metrics, got {plan.algorithm!r}, {clip!r}, {sampling.statement} and metrics "
             f"{plan.metrics}; train others by hg.train, with glm.closed.LinearLoss"
         )
-    memory = remembered(
+    memory = open_store(
         plan=plan,
         rng=rng,
         budget=budget,

@@ -55,7 +55,7 @@ def guarded(
     free: frozenset[WatchedKey] = frozenset(),
     held: Iterable[object] = (),
 ) -> Iterator[None]:
-    """Refuse the pass inside if it trained a parameter out of sight, or wrote anything but `free`.
+    """Refuse the pass inside if it trained a parameter unseen, or wrote anything but `free`.
 
     Nor may it write a tensor that a module has as an attribute, or one of those in `held`: what it
     keeps there reaches the records of later batches. `.grad` is lent to the pass and given back.
@@ -145,7 +145,7 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
     """Refuse a loss that would train any parameter but the `known` tensors.
 
     A private parameter, or a tensor made from some (it has their `names`), is never part of the
-    graph unless an operation consumed it out of sight. Returns the other leaves of the graph: they
+    graph unless an operation used it that was not intercepted. Returns the other leaves of it: they
     may be activations that a hook made require a gradient, as checkpointing asks for ahead of
     frozen layers, and `refuse_kept` tells.
     """
@@ -195,8 +195,8 @@ def _spelt(consumer: Any) -> str:
 
 def _consumed(name: str, consumer: str = "an operation") -> Refused:
     return NotCovered(
-        f"{consumer} consumed the parameter {name} out of sight (a custom autograd.Function or "
-        "kernel?); write it with torch operations, or use form=loop"
+        f"{consumer} used the parameter {name} in an operation that hushgrad cannot intercept "
+        "(a custom autograd.Function or kernel?); write it with torch operations, or use form=loop"
     )
 
 

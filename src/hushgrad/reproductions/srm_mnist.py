@@ -35,7 +35,7 @@ PUBLISHED = {
 _POINTS = 20  # of a curve
 
 ErrorCurve = list[tuple[int, float, float]]
-"""Steps taken, CPU seconds, and the test error in % of what a run that ended there gives out."""
+"""Steps taken, CPU seconds, and the test error in % of what a run that ended there returns."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Constants:
     def require(self, penalty: PenaltyFunction, params: Params, *batches: Batch) -> None:
         """Refuse a penalty that depends on anything but parameters, buffers and constants.
 
-        Every tensor that it reads is looked at in each step. That it comes to the same bits beside
+        Every tensor that it reads is looked at in each step. That it is bit-identical beside
         another batch is tested in steps 1, 2, 4, 8, … of the same code, as independence is: it
         may take a number from the batch, such as its size, without any operation on a tensor.
 

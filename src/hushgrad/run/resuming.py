@@ -176,7 +176,7 @@ class RunStore:
             ) from error
 
 
-def remembered(
+def open_store(
     *,
     plan: Plan,
     rng: Rng,

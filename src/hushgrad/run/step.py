@@ -124,7 +124,7 @@ class BatchPass:
         """Sum what is asked for over the records, with their metrics beside it.
 
         Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the
-        record and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
+        record and the others are. Nothing is noised yet: a `Bounded` must not leave the process.
         """
         partition = self.groups(tuple(self.params))
         groups = len(partition.names)
@@ -182,7 +182,7 @@ class BatchPass:
             return clip.group_weights(norms, group=group, groups=groups)
 
         within = piece_error(clip.bound(groups), share=share)
-        return EagerWeights(partition.mates, weights, within)
+        return EagerWeights(partition.together, weights, within)
 
 
 @dataclass
@@ -253,7 +253,7 @@ def clipped_sum(
     """Sum the batch's clipped per-sample gradients, with their metrics beside them.
 
     Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
-    and its mates are. Nothing is noised yet: a `Bounded` must not leave the process.
+    and the others are. Nothing is noised yet: a `Bounded` must not leave the process.
     """
     work = BatchPass(loss, params, batch, groups, modules, execution, metrics, observed, clip)
     return work.sum(lambda part: [Summand(part.here, clip)])

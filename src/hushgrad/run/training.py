@@ -32,7 +32,7 @@ from hushgrad.run.metrics import NAME, Reading, packed, smoothed, unpacked
 from hushgrad.run.penalties import Constants
 from hushgrad.run.plan import Plan
 from hushgrad.run.randomness import own_randomness
-from hushgrad.run.resuming import Keep, RunStore, none, remembered
+from hushgrad.run.resuming import Keep, RunStore, none, open_store
 from hushgrad.run.snapshot import Snapshot
 from hushgrad.run.step import BatchPass, StepContext, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
@@ -375,7 +375,7 @@ def train(
     forget_structure(_trainable(model))
     require_folder_allowed(plan, folder)
     loader = loader_of(data, plan)
-    memory = remembered(
+    memory = open_store(
         plan=plan,
         rng=rng,
         budget=budget,

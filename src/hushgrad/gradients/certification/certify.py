@@ -1,9 +1,9 @@
 """Certification: a form is used on a model only after it was proved equal to the slow one there.
 
 Probe batches of several sizes, made from the user's own records, are run with randomness
-neutralised and the parameters in general position, and compared with runs of one record. What is
+neutralised and the parameters randomly perturbed, and compared with runs of one record. What is
 certified is where the records are at every call site, that no record's loss or gradient depends
-on its mates, that nothing is written or trained out of sight, and that norms and gradients agree.
+on other records, that nothing is written or trained unseen, and that norms and gradients agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.batches import records
-from hushgrad.gradients.certification.deterministic import WithoutRandomness, in_general_position
+from hushgrad.gradients.certification.deterministic import WithoutRandomness, randomly_perturbed
 from hushgrad.gradients.certification.faults import no_finite_record
 from hushgrad.gradients.certification.free_buffers import consulted
 from hushgrad.gradients.certification.generators import own_generators_unused
@@ -123,9 +123,9 @@ def clear_of_flips(points: Sequence[Point], test: Callable[[Point], Result]) -> 
 def comparable(objective: Objective, point: int | None) -> Iterator[dict[WatchedKey, Tensor]]:
     """Put everything back after the passes inside; yields what they wrote.
 
-    They run at one of several points in general position, or at the parameters as they are.
+    They run at the parameters as they are, or perturbed at random in one of several ways.
     """
-    at = nullcontext() if point is None else in_general_position(objective.params, seed=point)
+    at = nullcontext() if point is None else randomly_perturbed(objective.params, seed=point)
     watched = restored(objective.params, objective.modules)
     quiet = warnings.catch_warnings()
     with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(objective):
@@ -358,14 +358,14 @@ def _refuse_coupling_layers(objective: Objective) -> None:
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 raise Refused(
                     f"{named(name)} is a {type(child).__name__} in training mode, which "
-                    "normalises each record by its mates, so no bound on one record exists; call "
+                    "normalises each record by the others, so no bound on one record exists; call "
                     "hushgrad.replace_batchnorm(model), or eval() that layer"
                 )
             if type(child).__module__.startswith("torch.ao.nn.quantized.dynamic"):
                 raise Refused(
                     f"{named(name)} is a dynamically quantised {type(child).__name__}, "
-                    "which scales each record by the range of its mates, so no bound on one record "
-                    "exists; use the layer that it was made from"
+                    "which scales each record by the range of the others, so no bound on one "
+                    "record exists; use the layer that it was made from"
                 )
             if isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 refuse_coupled_embedding(child.max_norm, child.scale_grad_by_freq)

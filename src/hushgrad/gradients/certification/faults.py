@@ -42,9 +42,9 @@ def no_finite_record(together_finite: bool) -> Refused:
     """What it means that no record by itself has a finite loss and gradient."""
     if together_finite:
         return Refused(
-            "the loss of a record depends on its mates: among copies of itself it is not finite, "
-            "beside other records it is, as where the batch is divided by its own deviation; "
-            "compute each record's loss from that record alone"
+            "the loss of a record depends on other records: among copies of itself it is not "
+            "finite, beside other records it is, as where the batch is divided by its own "
+            "deviation; compute each record's loss from that record alone"
         )
     return Refused(
         "none of the records that certification drew has a finite loss and gradient; clean the "

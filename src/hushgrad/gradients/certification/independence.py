@@ -162,7 +162,7 @@ def _moved(passes: Passes, size: int, beside: BesideOthers) -> str | None:
 
     A comparison of values has a tolerance, below which a weak coupling hides until a record is
     large. The same shape gives the same kernels, so here none is needed. Rounding is not let pass
-    either where a model runs other operations for other mates: one record would move them all.
+    either where a model runs other operations beside other records: one record would move them all.
     """
     reference, program, _ = passes.probe(size)
     moved, tolerance = None, passes.oracle.precision.loss
@@ -234,12 +234,12 @@ def _near(x: Tensor, y: Tensor, tolerance: float) -> bool:
 
 
 OTHER_BITS = (
-    "the loss of a record depends on its mates, if only by rounding: it has other last bits beside "
-    "other records, as where a model sorts its batch (packed sequences); compute each record's "
-    "loss at its own place in the batch"
+    "the loss of a record depends on other records, if only by rounding: its last bits change "
+    "beside other records, as where a model sorts its batch (packed sequences); compute each "
+    "record's loss at its own place in the batch"
 )
 OTHER_PROGRAM = (
-    "the loss of a record depends on its mates: the model runs other operations beside other "
+    "the loss of a record depends on other records: the model runs other operations beside other "
     "records, as attention does that drops its mask when no record of the batch is padded, and one "
     "record would move all the others, if only by rounding; make it run the same for every batch "
     '(attn_implementation="eager")'
@@ -292,7 +292,7 @@ def _accepted(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
 def _mixed(otherwise: str) -> Refused:
     # Without the losses and the batch's size: they are private, and a message may end up anywhere.
     return Refused(
-        f"the loss of a record depends on its mates: in a batch it is not what it is "
+        f"the loss of a record depends on other records: in a batch it is not what it is "
         f"{otherwise}, so samples are mixed (a mean or a limit over the batch, BatchNorm, a loss "
         "normalised by the batch?); compute each record's loss from that record alone"
     )
@@ -300,7 +300,7 @@ def _mixed(otherwise: str) -> Refused:
 
 def _kept() -> Refused:
     return Refused(
-        "the loss of a record depends on its mates in earlier batches: after passes over other "
+        "the loss of a record depends on other records in earlier batches: after passes over other "
         "records it is not what it was before, so the model keeps something of the records that "
         "it has seen (a memory, a running mean, a queue); compute each record's loss from that "
         "record and the parameters alone"

@@ -14,7 +14,7 @@ from hushgrad.gradients.certification.deterministic import (
     MEDIAN,
     RandomDraws,
     WithoutRandomness,
-    in_general_position,
+    randomly_perturbed,
 )
 from hushgrad.gradients.comparison import COARSE, FINE, Precision, norm_of
 from hushgrad.gradients.factors.gradients import Gradients
@@ -141,7 +141,7 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
 
 def _blurred(objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
-    shift = in_general_position(objective.params, by=torch.finfo(dtype).eps / 2)
+    shift = randomly_perturbed(objective.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.draws) as neutral:
         shifted, _ = _each_alone(objective, oracle.records, backward, neutral)
     off = off_loss = 0.0

@@ -205,4 +205,4 @@ def _compare(
         gap = (sums[0][name].double() - sums[1][name].double()).square().sum().sqrt()
         scale = torch.maximum(before.sum().clamp_min(0).sqrt(), precision.floor * total)
         if not (same and bool(gap <= precision.gradient * scale.clamp_min(1e-30))):
-            raise NotCovered(f"a record's gradient of {name} depends on its mates: {reason}")
+            raise NotCovered(f"a record's gradient of {name} depends on other records: {reason}")

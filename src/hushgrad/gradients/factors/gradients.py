@@ -56,7 +56,7 @@ class Gradients:
         return len(self._losses)
 
     @cached_property
-    def settled(self) -> dict[str, Gradient]:
+    def held_gradients(self) -> dict[str, Gradient]:
         """Each parameter's gradient as it is held; a parameter that nothing used is absent."""
         with torch.no_grad(), exact_products(self._losses.device):
             return {
@@ -86,16 +86,20 @@ class Gradients:
     @cached_property
     def _measured(self) -> tuple[float, Float[Tensor, "used rows"], dict[str, Square]]:
         """What `measure` returns, and the squares of all rows."""
-        if not self.settled:
+        if not self.held_gradients:
             return 0.0, self._zeros().expand(0, -1), {}
         with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
-            largest, uppers = measure(self.settled.values())
-            return largest, uppers, {name: each.square for name, each in self.settled.items()}
+            largest, uppers = measure(self.held_gradients.values())
+            return (
+                largest,
+                uppers,
+                {name: each.square for name, each in self.held_gradients.items()},
+            )
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         self.require_unwritten()
         _, uppers, _ = self._measured
-        norms = dict(zip(self.settled, self._slots.of_records(uppers).unbind(), strict=True))
+        norms = dict(zip(self.held_gradients, self._slots.of_records(uppers).unbind(), strict=True))
         if len(norms) == len(self._params):
             return norms
         none = self._slots.of_records(self._zeros())
@@ -119,11 +123,11 @@ class Gradients:
                 key: largest < LARGEST_FACTOR and largest * _most(w) < LARGEST_PRODUCT
                 for key, w in shared.items()
             }
-            own = {name: spread[id(weights[name])] for name in self.settled}
-            extents = {name: gradient.extents for name, gradient in self.settled.items()}
+            own = {name: spread[id(weights[name])] for name in self.held_gradients}
+            extents = {name: gradient.extents for name, gradient in self.held_gradients.items()}
             rows = rows_within(extents, own, within=within)
             sums = {}
-            for name, gradient in self.settled.items():
+            for name, gradient in self.held_gradients.items():
                 keep = None if finite else own[name] != 0
                 how = Summation(keep, fits[id(weights[name])], rows[name])
                 sums[name] = gradient.weighted_sum(own[name], how)

@@ -178,7 +178,7 @@ class Gram:
         """Certified squares: float32 in chunks, then float64, then the record written out.
 
         Each step takes only the records that the one before left uncertain, one at a time, so
-        that a record's bits do not depend on its mates.
+        that a record's bits do not depend on other records.
         """
         return self.measured.square
 

@@ -62,7 +62,7 @@ class Recomputed(Gradients):
         self._waiting: dict[str, Gradient] = {}
         self._ahead: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and the sum with them
         self._pass_back(self._measure, again=True)
-        while self._waiting:  # for mates that are on no path
+        while self._waiting:  # for others of their group, which are on no path
             self._sum_ahead(next(iter(self._waiting)), self._foreseen)
 
     def _measure(self, name: str, uses: dict[UseKey, Use]) -> None:

@@ -246,7 +246,7 @@ class Tape:
             self._derived = _operand_class(Tensor)
             self._derived.tapes.append(self)
             self.operands = (self._private, self._derived)
-        # It requires a gradient, so that a kernel which consumes it out of sight shows.
+        # It requires a gradient, so that a kernel which uses it unseen shows.
         derived: Tensor = graph.detach().as_subclass(self._derived).requires_grad_()
         self._made += 1
         self._made_into.update(names)

@@ -197,7 +197,7 @@ def batch_norm(
 ) -> Saves | None:
     if training:
         raise Refused(
-            "batch_norm in training mode normalises each record by its mates, so no bound on one "
+            "batch_norm in training mode normalises each record by the others, so no bound on one "
             "record exists; call hushgrad.replace_batchnorm(model), or model.eval() that layer"
         )
 

@@ -18,6 +18,8 @@ Params = Mapping[str, nn.Parameter]
 Batch = Any
 """Any nested structure of tensors whose first dimension counts the records."""
 
+Shape = tuple[int, ...]
+
 Loss = Callable[[Any], Tensor]
 """A function of a batch that returns one loss for each record."""
 

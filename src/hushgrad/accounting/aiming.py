@@ -18,8 +18,8 @@ from hushgrad.accounting.closed_forms import gaussian_epsilon
 from hushgrad.accounting.spread import about_mu
 from hushgrad.types import Refused, Relation
 
-Spend = Callable[[float], float]
-"""A noise multiplier, to the ε that it costs."""
+CostOf = Callable[[float], float]
+"""A number of a run, such as its noise multiplier, to the ε that it costs."""
 
 _TRIES = 6
 
@@ -35,7 +35,7 @@ class NoiseSearch:
     least: float
     most: float
 
-    def spend_by(self, accountant: Accountant) -> Spend:
+    def spend_by(self, accountant: Accountant) -> CostOf:
         """What a noise multiplier costs by some accountant."""
         return lambda z: accountant.epsilon(
             self.event_of(z), delta=self.delta, relation=self.relation
@@ -90,7 +90,7 @@ class _Line:
     last: float = 0.0
     spent: float = 0.0
 
-    def follow(self, spend: Spend, limits: tuple[float, float]) -> bool:
+    def follow(self, spend: CostOf, limits: tuple[float, float]) -> bool:
         """Go where the line meets the middle of the limits, until what is spent is within them.
 
         `last` is then that noise and `spent` its cost, and `value` where the line goes on.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import PLD, Accountant, require_delta
-from hushgrad.accounting.aiming import NoiseSearch, aimed
+from hushgrad.accounting.aiming import CostOf, NoiseSearch, aimed
 from hushgrad.accounting.training import Training
 from hushgrad.types import Refused, Relation
 
@@ -25,9 +25,6 @@ _NEAR = 7.5e-4  # and what it found is taken when the real ε is this near to th
 _START_NOISE, _MOST_NOISE, _LEAST_NOISE = 2.0**10, 2.0**40, 2.0**-6
 _MOST_STEPS = 2**30
 _ROUNDS = 3
-
-Spend = Callable[[float], float]
-"""A number of the run, to the ε that it costs."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
     `event_of` may be any event that gets more private with the multiplier.
     """
 
-    def search(spend: Spend, epsilon: float, start: float | None) -> float:
+    def search(spend: CostOf, epsilon: float, start: float | None) -> float:
         safe = start or _START_NOISE
         while spend(safe) > epsilon:
             safe *= 16
@@ -138,7 +135,7 @@ def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> t
     `event_of` may be any event that gets less private with the number: steps, a batch's size.
     """
 
-    def search(spend: Spend, epsilon: float, start: float | None) -> float:
+    def search(spend: CostOf, epsilon: float, start: float | None) -> float:
         safe = start if start and spend(start) <= epsilon else 1.0
         if spend(safe) > epsilon:
             raise Refused(
@@ -155,7 +152,7 @@ def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> t
 def _confirmed(
     event_of: Callable[[float], DpEvent],
     target: Target,
-    search: Callable[[Spend, float, float | None], float],
+    search: Callable[[CostOf, float, float | None], float],
 ) -> tuple[float, float]:
     """Search with quicker accountants, aiming again until the one asked for confirms."""
     exact, *quicker = _levels(event_of, target)
@@ -179,20 +176,20 @@ def _confirmed(
     return best, exact(best)
 
 
-def _levels(event_of: Callable[[float], DpEvent], target: Target) -> list[Spend]:
+def _levels(event_of: Callable[[float], DpEvent], target: Target) -> list[CostOf]:
     """What a value costs: by the accountant asked for, by its sketch, and by that one's."""
     accountants = [target.accountant]
     while accountants[-1].sketch() != accountants[-1] and len(accountants) < 3:
         accountants.append(accountants[-1].sketch())
 
-    def spend_by(accountant: Accountant) -> Spend:
+    def spend_by(accountant: Accountant) -> CostOf:
         asked = replace(target, accountant=accountant)
         return functools.cache(lambda value: asked.spent(event_of(value)))
 
     return [spend_by(accountant) for accountant in accountants]
 
 
-def _frontier(spend: Spend, epsilon: float, *, safe: float, stride: float, limit: float) -> float:
+def _frontier(spend: CostOf, epsilon: float, *, safe: float, stride: float, limit: float) -> float:
     """Return the last value on the way from `safe` to `limit` that spends at most `epsilon`.
 
     A limit above `safe` means whole numbers.

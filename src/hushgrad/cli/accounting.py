@@ -15,6 +15,7 @@ from hushgrad.accounting.accountants import require_delta
 from hushgrad.cli.chart import saved
 from hushgrad.cli.errors import sentences
 from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
+from hushgrad.cli.parameters import AsJson
 from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
 from hushgrad.cli.shown import growth, shown
 from hushgrad.events import steps_of
@@ -45,7 +46,6 @@ WhichRelation = Annotated[Relation, typer.Option(help="what makes two data sets 
 Group = Annotated[
     int, typer.Option(help="k: also say what it costs k records at once, or a user who has k")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 PlotFile = Annotated[Path | None, typer.Option(help="draw the growth of ε into this file")]
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from hushgrad.accounting import gaussian, poisson, repeated
 from hushgrad.cli.errors import sentences
+from hushgrad.cli.parameters import AsJson
 from hushgrad.events import steps_of
 from hushgrad.ledger import Budget, Filter, Ledger, order_for, renyi, total
 from hushgrad.ledger.ledger import require_budget
@@ -40,7 +41,6 @@ _File = typer.Option("--ledger", envvar="HUSHGRAD_LEDGER", help="the ledger's fi
 LedgerFile = Annotated[Path, _File]
 _DEFAULT = Path("hushgrad-ledger.sqlite")
 _UNITS = {"epsilon": "ε", "delta": "δ", "rdp": "Rényi DP"}
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 OneName = Annotated[str | None, typer.Argument(help="a data set; all of them if left out")]
 
 

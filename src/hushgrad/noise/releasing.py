@@ -34,7 +34,7 @@ _CHUNK = 1 << 14  # entries whose words stay in the cache
 _WORTH_COMPILING = 1 << 16  # entries; Numba takes half a second to load and saves 15 ns an entry
 
 Work = TypeVar("Work")
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class _Run(NamedTuple):
@@ -176,7 +176,7 @@ def _add(
         add(stream.take(_even(len(part))), part, out[start : start + _CHUNK], scale, step)
 
 
-def _each(work: Callable[[Work], Result], pieces: Sequence[Work]) -> list[Result]:
+def _each(work: Callable[[Work], _Result], pieces: Sequence[Work]) -> list[_Result]:
     """Do all pieces, in as many threads as torch uses; they end here, so a fork finds none."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads <= 1:

@@ -87,7 +87,7 @@ class Certificate:
         return room(size, self.multiple, self.period)
 
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 Point = TypeVar("Point", int, int | None)
 
 POINTS = range(3)
@@ -111,7 +111,7 @@ def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
     return kind(f"{where}{differs(wrong)}")
 
 
-def clear_of_flips(points: Sequence[Point], test: Callable[[Point], Result]) -> Result:
+def clear_of_flips(points: Sequence[Point], test: Callable[[Point], _Result]) -> _Result:
     """What the test returns at the first of these points where it is no near miss."""
     for point in points[:-1]:
         with suppress(_NearMiss):

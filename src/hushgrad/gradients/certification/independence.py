@@ -36,7 +36,7 @@ LARGEST_MULTIPLE = _MULTIPLES[-1]
 _VARIATIONS = 3  # of 24 records; one of them overlooked a kernel's end 1 time in 20
 
 
-class Outcome(NamedTuple):
+class PassResult(NamedTuple):
     """The losses of a pass, a digest of its operations, and whether it drew anything random."""
 
     losses: Tensor
@@ -50,19 +50,19 @@ class Passes:
 
     objective: Objective
     oracle: Oracle
-    _known: dict[int, Outcome] = field(default_factory=dict)
+    _known: dict[int, PassResult] = field(default_factory=dict)
 
-    def run(self, batch: Batch, size: int) -> Outcome:
+    def run(self, batch: Batch, size: int) -> PassResult:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
         with torch.enable_grad(), neutral, self.objective.rewound():
             losses = checked_losses(neutral.calling(self.objective.loss)(batch), size).detach()
-        return Outcome(losses, neutral.program, neutral.drew)
+        return PassResult(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:
         return self.run(batch, size).losses
 
-    def probe(self, size: int) -> Outcome:
+    def probe(self, size: int) -> PassResult:
         """The same of the oracle's records in turn."""
         if size not in self._known:
             self._known[size] = self.run(self.oracle.probe(size), size)
@@ -217,7 +217,7 @@ def _one_in_turn(turn: int) -> BesideOthers:
     return one
 
 
-def _unless_refused(passes: Passes, batch: Batch, size: int) -> Outcome | None:
+def _unless_refused(passes: Passes, batch: Batch, size: int) -> PassResult | None:
     try:
         return passes.run(batch, size)
     except Exception:  # the model takes no such records

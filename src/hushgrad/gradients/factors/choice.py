@@ -5,16 +5,9 @@ from __future__ import annotations
 import math
 
 from hushgrad.gradients.factors.gram import Rough, width_of
-from hushgrad.gradients.factors.held import (
-    Gradient,
-    Gram,
-    Known,
-    Materialised,
-    Measured,
-    Shape,
-    Stacked,
-)
+from hushgrad.gradients.factors.held import Gradient, Gram, Known, Materialised, Measured, Stacked
 from hushgrad.gradients.factors.kinds import Dense, Factor, Outer, Rows, Use, merge
+from hushgrad.types import Shape
 
 Cost = tuple[float, float]
 """Floating-point operations (memory traffic converted), and bytes held."""

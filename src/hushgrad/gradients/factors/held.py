@@ -29,8 +29,7 @@ from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer
 from hushgrad.gradients.factors.sums import Extent, Summation
 from hushgrad.numerics import RELATIVE_SLACK, Square, rounding, square_norms
 from hushgrad.numerics import nothing_lost_at_zero as unless_zero
-
-Shape = tuple[int, ...]
+from hushgrad.types import Shape
 
 
 class Materialised:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hushgrad.gradients.tracing.layout import Layout, Shape, infer
+from hushgrad.gradients.tracing.layout import Layout, infer
+from hushgrad.types import Shape
 
 
 class Unforeseen(Exception):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from hushgrad.types import Shape
 
 
 class Ambiguous(Exception):

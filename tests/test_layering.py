@@ -110,11 +110,6 @@ def test_few_modules_stand_outside_of_a_room() -> None:
     assert len(list(SOURCE.glob("*.py"))) <= 18
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.name))
-def test_a_module_has_at_most_400_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
-
-
 @pytest.mark.parametrize(
     ("module", "statement"),
     [

@@ -1,13 +1,16 @@
 """The public face stays small and documented, and no module grows past one sitting."""
 
 import ast
+import importlib
 import inspect
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import hushgrad
+from hushgrad.moved import MOVED
 
 SOURCE = Path(__file__).parents[1] / "src" / "hushgrad"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -55,3 +58,35 @@ def test_modules_are_short(path: Path) -> None:
     assert lines <= MAX_LINES, (
         f"{path.name} has {lines} lines, expected at most {MAX_LINES}; split it"
     )
+
+
+def types_of(path: Path) -> set[str]:
+    """The public types that a module defines: classes, and aliases in CapWords."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {s.name for s in body if isinstance(s, ast.ClassDef)}
+    assigned = {s.targets[0].id for s in body if isinstance(s, ast.Assign) and named(s.targets[0])}
+    return {name for name in classes | assigned if name[0].isupper() and not name.isupper()}
+
+
+def named(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name)
+
+
+def test_no_type_has_the_name_of_another() -> None:
+    where = defaultdict(list)
+    for path in MODULES:
+        for name in types_of(path):
+            where[name].append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_module_that_moved_is_named_by_its_new_name(old: str) -> None:
+    importlib.import_module(f"hushgrad.{MOVED[old]}")
+    with pytest.raises(ModuleNotFoundError, match=rf"hushgrad\.{old} is now called hushgrad\."):
+        importlib.import_module(f"hushgrad.{old}")
+
+
+def test_a_module_that_never_was_is_missing_as_usual() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'hushgrad\.persampel'"):
+        importlib.import_module("hushgrad.persampel")

@@ -38,9 +38,7 @@ class Moved(MetaPathFinder):
         package, _, name = fullname.partition(".")
         new = MOVED.get(name) if package == __package__ else None
         if new is not None:
-            raise ModuleNotFoundError(
-                f"{fullname} is called {package}.{new} since version 0.2", name=fullname
-            )
+            raise ModuleNotFoundError(f"{fullname} is now called {package}.{new}", name=fullname)
 
 
 def name_what_moved() -> None:

@@ -1,19 +1,21 @@
-"""What a run asks of its arguments before it starts; most of it is public."""
+"""What a run asks of its arguments, before it starts and at each step; most of it is public."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.rng import Rng
+from hushgrad.run.metrics import Metrics
 from hushgrad.run.plan import Plan
 from hushgrad.sampling import Draws, Loader, Stated
-from hushgrad.types import Batch, Refused, Relation
+from hushgrad.types import Batch, Params, Refused, Relation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,3 +113,35 @@ def batches_of(loader: Loader | None, plan: Plan, rng: Rng) -> Callable[[range],
     scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
     assert isinstance(scheme, Draws) and loader is not None
     return lambda steps: loader.batches(scheme, num_records=plan.records, steps=steps, rng=rng)
+
+
+def trainable(model: nn.Module) -> Params:
+    """The parameters that a run trains, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def require_same_parameters(model: nn.Module, params: Params) -> None:
+    """Refuse a model that has other trainable parameters than the run started with."""
+    now = trainable(model)
+    if {n: id(p) for n, p in now.items()} != {n: id(p) for n, p in params.items()}:
+        changed = sorted(now.keys() ^ params.keys())
+        raise Refused(
+            "expected the parameters that the run started with, got changes in "
+            f"{', '.join(changed) or 'their tensors'}; start another run after freezing or "
+            "unfreezing"
+        )
+
+
+def require_watched(watch: Mapping[str, Any], metrics: Metrics | None) -> None:
+    """Refuse a step that watches something else than the plan's metrics say."""
+    expected = metrics.watched if metrics else ()
+    if set(watch) != set(expected):
+        remedy = (
+            "pass them: run.step(…, watch={name: function})"
+            if set(watch) < set(expected)
+            else "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
+        )
+        raise ValueError(
+            f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
+            f"{remedy}"
+        )

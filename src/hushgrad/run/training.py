@@ -24,6 +24,9 @@ from hushgrad.run.admission import (
     require_first_order,
     require_folder_allowed,
     require_kind,
+    require_same_parameters,
+    require_watched,
+    trainable,
 )
 from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
@@ -67,7 +70,7 @@ class Run:
         self.readings: list[Reading] = []
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._memory, self._execution = memory, execution
-        self._params: Params = _trainable(model)
+        self._params: Params = trainable(model)
         self._clip = plan.clip.at(plan.clip.clip_norm)
         self._remembered: dict[str, Any] = {}
         self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
@@ -144,16 +147,17 @@ class Run:
         """
         require_one_process()
         drawn = self._require_drawn(batch)
-        self._require_same_parameters()
+        require_same_parameters(self._model, self._params)
+        check_optimizer(self._optimizer, self._params)
         self._require_own_model()
-        self._require_watched(watch)
+        require_watched(watch, self.plan.metrics)
         if penalty is not None:
             self._constants.require(penalty, self._params, drawn.batch, batch)
         self._drawn = None
         for p in self._params.values():
             p.grad = None  # the last step's, which would only take memory
         plan, step = self.plan, self._position - 1
-        context = self._round(loss, batch, watch, step, penalty)
+        context = self._context(loss, batch, watch, step, penalty)
         with own_randomness(self._memory.rng.derive("model", step)):
             estimate, remembered = plan.algorithm.step(context, self._remembered)
         self._memory.released(step, context.digest)
@@ -262,7 +266,7 @@ class Run:
             for name, values in watch.items()
         }
 
-    def _round(
+    def _context(
         self,
         loss: Loss,
         batch: Batch,
@@ -317,30 +321,6 @@ class Run:
         if self._left is not None:
             self._left.require_same(self._model, self._optimizer)
 
-    def _require_same_parameters(self) -> None:
-        now = _trainable(self._model)
-        if {n: id(p) for n, p in now.items()} != {n: id(p) for n, p in self._params.items()}:
-            changed = sorted(now.keys() ^ self._params.keys())
-            raise Refused(
-                f"expected the parameters that the run started with, got changes in "
-                f"{', '.join(changed) or 'their tensors'}; start another run after freezing or "
-                "unfreezing"
-            )
-        check_optimizer(self._optimizer, self._params)
-
-    def _require_watched(self, watch: Mapping[str, RecordValues]) -> None:
-        expected = self.plan.metrics.watched if self.plan.metrics else ()
-        if set(watch) != set(expected):
-            remedy = (
-                "pass them: run.step(…, watch={name: function})"
-                if set(watch) < set(expected)
-                else "name them in the plan: hg.plan(…, metrics=Metrics(watched=(…,)))"
-            )
-            raise ValueError(
-                f"expected a function to watch for each of {list(expected)}, got {list(watch)}; "
-                f"{remedy}"
-            )
-
 
 @needs_rng
 def train(
@@ -371,8 +351,8 @@ def train(
     require_one_process()
     refuse_wrapped((model,))
     require_first_order(optimizer)
-    check_optimizer(optimizer, _trainable(model))
-    forget_structure(_trainable(model))
+    check_optimizer(optimizer, trainable(model))
+    forget_structure(trainable(model))
     require_folder_allowed(plan, folder)
     loader = loader_of(data, plan)
     memory = open_store(
@@ -396,7 +376,3 @@ def train(
             private=() if loader is None else leaves_of(loader.columns),
         ),
     )
-
-
-def _trainable(model: nn.Module) -> Params:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}

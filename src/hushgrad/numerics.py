@@ -55,7 +55,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def smallest(dtype: torch.dtype) -> float:
+def smallest_normal(dtype: torch.dtype) -> float:
     """The smallest normal number of a floating-point type."""
     return torch.finfo(dtype).tiny
 
@@ -118,7 +118,7 @@ def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
         estimate = estimate if body == count else estimate.add_(_square_norm(flat[:, body:]))
     # Rounding of a run, and at most the smallest normal number for each square that underflows.
     slack = (min(_CHUNK, count) + 8) * rounding(x.dtype) * estimate
-    return Square(estimate, slack.add_(count * smallest(x.dtype)))
+    return Square(estimate, slack.add_(count * smallest_normal(x.dtype)))
 
 
 def nothing_lost_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
@@ -165,7 +165,7 @@ def product(
     return x @ y if found is None else found
 
 
-def linear(
+def linear_product(
     x: Float[Tensor, "*rows n"],
     w: Float[Tensor, "columns n"],
     bias: Float[Tensor, " columns"] | None = None,

@@ -32,7 +32,7 @@ from hushgrad.accounting import (
     uniformly_stopped,
 )
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
-from hushgrad.ledger.spending import read, written
+from hushgrad.ledger.spending import event_from_json, event_to_json
 from hushgrad.sampling import Shuffled, TruncatedPoisson
 
 DELTA = 1e-5
@@ -255,7 +255,7 @@ def test_a_ledger_keeps_it() -> None:
     run = ComposedDpEvent(
         [uniformly_stopped(rounds_of(gaussian(8.0)), 5), ShuffledDpEvent(2, gaussian(1.0))]
     )
-    assert read(written(run)) == run
+    assert event_from_json(event_to_json(run)) == run
 
 
 # --- what makes no mixture ---

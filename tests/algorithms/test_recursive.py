@@ -50,8 +50,8 @@ from hushgrad.algorithms import (
     unclipped,
     uniform,
 )
-from hushgrad.algorithms.algorithm import counted
-from hushgrad.algorithms.output import drawn
+from hushgrad.algorithms.algorithm import count_stages
+from hushgrad.algorithms.output import draw_stop
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import Adaptive, abadi, automatic
 from hushgrad.events import merged
@@ -420,7 +420,7 @@ def test_every_number_of_steps_is_drawn_alike(steps: int) -> None:
             return np.full(count, self.place)
 
     places = (np.arange(steps * 100) + 0.5) / (steps * 100)
-    counts = Counter(drawn(steps, Evenly(float(place))) for place in places)
+    counts = Counter(draw_stop(steps, Evenly(float(place))) for place in places)
     assert counts == dict.fromkeys(range(1, steps + 1), 100)
 
 
@@ -597,7 +597,7 @@ def test_a_step_asks_once() -> None:
 def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
     plan = plan_of(algorithm)
     parts = [part for part in merged(plan.event(steps)) if part[0] != NoOpDpEvent()]
-    stages = counted(plan.stage(step) for step in range(steps))
+    stages = count_stages(plan.stage(step) for step in range(steps))
     expected = [
         (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)
         for stage, count in stages

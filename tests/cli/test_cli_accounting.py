@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hushgrad.accounting import gaussian
 from hushgrad.cli import app
-from hushgrad.cli.chart import drawn
+from hushgrad.cli.chart import draw_chart
 from hushgrad.ledger import Entry, Ledger, Spend
 from hushgrad.sampling import FullBatch, Poisson
 from hushgrad.types import Relation
@@ -138,7 +138,7 @@ def test_the_growth_can_be_plotted(tmp_path: Path) -> None:
 
 
 def test_a_chart_of_nothing_is_flat() -> None:
-    assert "█" not in drawn([(1, 0.0), (2, 0.0)])
+    assert "█" not in draw_chart([(1, 0.0), (2, 0.0)])
 
 
 # --- bad input ---

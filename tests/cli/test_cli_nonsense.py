@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hushgrad.cli import app
-from hushgrad.cli.chart import drawn
+from hushgrad.cli.chart import draw_chart
 from hushgrad.ledger import Ledger
 from hushgrad.reproductions import REPRODUCTIONS
 from hushgrad.run.guarantee import up
@@ -268,7 +268,7 @@ def test_a_large_group_takes_little_memory() -> None:
 
 
 def test_what_is_infinite_or_huge_is_drawn_and_written() -> None:
-    chart = drawn([(1, 1.0), (2, float("inf"))], width=8, height=2)
+    chart = draw_chart([(1, 1.0), (2, float("inf"))], width=8, height=2)
     assert "█" in chart
     assert float(up(1e305)) >= 1e305
     assert up(float("inf")) == "∞"

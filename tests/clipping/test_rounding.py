@@ -10,13 +10,13 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from hushgrad import Execution, Rng, clipped_sum
+from hushgrad import Execution, Rng, clipped_linear_sum
 from hushgrad.algorithms import FedAvg
 from hushgrad.clipping.aggregate import PIECE_ERROR, SUM_SLACK, aggregate
 from hushgrad.clipping.groups import per_layer
 from hushgrad.clipping.pieces import LARGEST_PIECE, Pieces, pieces_for
 from hushgrad.clipping.rules import abadi, automatic, normalize
-from hushgrad.glm.gradients import clipped_sum as linear_sum
+from hushgrad.glm.gradients import clipped_linear_sum as linear_sum
 from hushgrad.glm.losses import logistic
 from hushgrad.glm.rows import RowSource as LinearRows
 from hushgrad.glm.rows import scaled_rows
@@ -358,7 +358,7 @@ def test_a_sum_without_a_key_is_exact_for_any_batch() -> None:
     x = alike(2**15, WIDTH)
 
     def total(x: Tensor) -> Tensor:
-        bounded = clipped_sum(lambda x: layer(x).sum(1), params, x, clip=normalize())
+        bounded = clipped_linear_sum(lambda x: layer(x).sum(1), params, x, clip=normalize())
         return bounded.sum["weight"].double()
 
     assert abs(float((total(x) - total(x[1:])).norm()) - 1) <= SUM_SLACK

@@ -12,7 +12,7 @@ from scipy import sparse
 from hushgrad import clipping
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.glm import losses
-from hushgrad.glm.gradients import NAME, clipped_sum, difference, linear_gradients
+from hushgrad.glm.gradients import NAME, clipped_linear_sum, linear_difference, linear_gradients
 from hushgrad.glm.rows import LONGEST, DenseRows, RowSource, scaled_rows
 from hushgrad.types import PerSample
 
@@ -101,7 +101,7 @@ def test_each_record_keeps_its_bound(loss, rule: str, seed: int, scale: float) -
         part = gradients.weighted_sum({NAME: alone})[NAME].numpy().astype(np.longdouble)
         assert np.sqrt(np.square(part).sum()) <= clip.bound(1) * (1 + 1e-12)
         parts.append(part)
-    total = clipped_sum(rows, y, scale * theta, loss=loss, clip=clip)
+    total = clipped_linear_sum(rows, y, scale * theta, loss=loss, clip=clip)
     assert total.l2 == clip.bound(1) * (1 + SUM_SLACK)
     np.testing.assert_allclose(total.sum[NAME], np.sum(parts, 0).astype(float), atol=1e-12)
 
@@ -168,9 +168,11 @@ def test_a_record_that_is_not_finite_counts_for_nothing(kind, bad: float) -> Non
     x[1] = bad
     theta, clip = torch.ones(1, 3, dtype=torch.float64), clipping.normalize(1.0)
     rows = scaled_rows(kind(x), feature_norm=2.0, intercept=0.3)
-    got = clipped_sum(rows, y, theta, loss=losses.logistic(), clip=clip).sum[NAME]
+    got = clipped_linear_sum(rows, y, theta, loss=losses.logistic(), clip=clip).sum[NAME]
     others = scaled_rows(kind(x[[0, 2]]), feature_norm=2.0, intercept=0.3)
-    expected = clipped_sum(others, y[[0, 2]], theta, loss=losses.logistic(), clip=clip).sum[NAME]
+    expected = clipped_linear_sum(others, y[[0, 2]], theta, loss=losses.logistic(), clip=clip).sum[
+        NAME
+    ]
     assert got.isfinite().all()
     if math.isfinite(bad):  # it is shortened, and points where it did
         assert (got - expected).norm() <= 1 + 1e-12
@@ -210,7 +212,7 @@ def test_a_difference_is_that_of_two_gradients() -> None:
     rows, y, theta = problem(losses.logistic(), 1)
     new = linear_gradients(rows, y, theta, loss=losses.logistic())
     old = linear_gradients(rows, y, theta + 1e-9, loss=losses.logistic())
-    apart = difference(new, old)
+    apart = linear_difference(new, old)
     ones = {NAME: torch.ones(rows.count, dtype=torch.float64)}
     expected = new.weighted_sum(ones)[NAME] - old.weighted_sum(ones)[NAME]
     torch.testing.assert_close(apart.weighted_sum(ones)[NAME], expected, rtol=1e-5, atol=1e-13)
@@ -218,7 +220,7 @@ def test_a_difference_is_that_of_two_gradients() -> None:
     squares = np.square(each(rows).numpy().astype(np.longdouble)).sum(1)
     assert (apart.sq_norms()[NAME].numpy() >= np.square(slopes) * squares).all()
     with pytest.raises(ValueError, match="the same records"):
-        difference(
+        linear_difference(
             new, linear_gradients(rows.take(slice(0, 8)), y[:8], theta, loss=LOSSES["hinge"])
         )
 
@@ -227,7 +229,7 @@ def test_a_difference_is_that_of_two_gradients() -> None:
 def test_an_empty_batch_sums_to_zero(kind) -> None:
     rows, y, theta = problem(losses.logistic(), 1, kind=kind)
     none = rows.take(np.empty(0, dtype=np.int64))
-    total = clipped_sum(none, y[:0], theta, loss=losses.logistic(), clip=RULES["abadi"])
+    total = clipped_linear_sum(none, y[:0], theta, loss=losses.logistic(), clip=RULES["abadi"])
     assert not total.sum[NAME].any() and total.sum[NAME].shape == theta.shape
 
 

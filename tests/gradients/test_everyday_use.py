@@ -25,7 +25,7 @@ from uses import loss_of, weigh
 
 from hushgrad import Refused, gradients
 from hushgrad.gradients import Form, certificate_for, constant, dense, loop, per_sample, traced
-from hushgrad.gradients.constants import opened
+from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.tracing.tape import Tape
 
 CERTIFY = importlib.import_module("hushgrad.gradients.certification.certify")
@@ -497,7 +497,7 @@ def test_structures(wrap: Callable[..., Any], read: Callable[[Any], Any], form: 
         return F.cross_entropy(model(x), y, reduction="none")
 
     x, y = torch.randn(5, 3), torch.randint(4, (5,))
-    want = expected(lambda b: loss(opened(wrap(*b))[0]), private(model), (x, y))
+    want = expected(lambda b: loss(unwrap_constants(wrap(*b))[0]), private(model), (x, y))
     for _ in range(2):
         gradients = per_sample(loss, private(model), wrap(x, y), form=form, modules=(model,))
         agree(gradients, want, private(model))

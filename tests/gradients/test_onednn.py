@@ -130,9 +130,11 @@ def test_a_row_keeps_its_bits_beside_any_number_of_others(threads: int) -> None:
     try:
         for columns, n in [(OUT, IN), (512, 128), (301, 77), (64, 784), (1024, 1024)]:
             few, w, b = torch.randn(8, n), torch.randn(columns, n), torch.randn(columns)
-            expected = numerics.linear(few, w, b)
+            expected = numerics.linear_product(few, w, b)
             for copies in (2, 3, 5, 8, 13, 40):
-                found = numerics.linear(few.repeat(copies, 1), w, b).view(copies, 8, columns)
+                found = numerics.linear_product(few.repeat(copies, 1), w, b).view(
+                    copies, 8, columns
+                )
                 assert bool((found == expected).all()), (columns, n, copies)
     finally:
         torch.set_num_threads(before)
@@ -140,6 +142,6 @@ def test_a_row_keeps_its_bits_beside_any_number_of_others(threads: int) -> None:
 
 def test_rows_with_gaps_and_transposed_weights() -> None:
     x, w = torch.randn(8, 3, IN)[:, 1], torch.randn(IN, OUT)
-    torch.testing.assert_close(numerics.linear(x, w.mT), x @ w)
+    torch.testing.assert_close(numerics.linear_product(x, w.mT), x @ w)
     gapped = torch.randn(OUT, 2 * IN)[:, :IN]
-    torch.testing.assert_close(numerics.linear(x, gapped), x @ gapped.mT)
+    torch.testing.assert_close(numerics.linear_product(x, gapped), x @ gapped.mT)

@@ -127,7 +127,7 @@ def test_whoever_leaves_moves_no_other_record(form: Form, monkeypatch: pytest.Mo
     drawn = dict[int, Tensor]()
     monkeypatch.setattr(
         importlib.import_module(Certificate.__module__),
-        "drawn",
+        "draw_slots",
         lambda n, multiple, period: slots.arranged(drawn[n], multiple, period),
     )
 
@@ -194,6 +194,6 @@ def test_leaving_shifts_others_by_whole_periods(
 
 
 def test_draws_are_alike_for_all_records() -> None:
-    places = torch.stack([slots.drawn(5, 8, 4).places % 4 for _ in range(4000)])
+    places = torch.stack([slots.draw_slots(5, 8, 4).places % 4 for _ in range(4000)])
     counts = torch.stack([torch.bincount(column, minlength=4) for column in places.T])
     assert bool(((counts - 1000).abs() < 5 * 1000**0.5).all())

@@ -18,7 +18,7 @@ from hushgrad.launch import preflight
 from hushgrad.launch.curves import means
 from hushgrad.launch.loop import Outcome, accuracy, carry_out, launch, start
 from hushgrad.launch.recipe import Recipe
-from hushgrad.launch.report import Request, report, versions, write_beginning, write_end
+from hushgrad.launch.report import Request, report_page, versions, write_beginning, write_end
 from hushgrad.launch.words import in_words
 from hushgrad.run.guarantee import Guarantee
 from hushgrad.run.odometer import Odometer
@@ -81,7 +81,7 @@ def test_the_average_is_what_is_kept() -> None:
 def test_a_report_without_metrics_and_test_records_says_so() -> None:
     recipe = replace(good(), correct=None, test=None, notes=())
     recipe = replace(recipe, plan=replace(recipe.plan, metrics=None))
-    text = report(launch(recipe, rng=hg.Rng.from_os()), recipe, REQUEST)
+    text = report_page(launch(recipe, rng=hg.Rng.from_os()), recipe, REQUEST)
     assert "no public test records" in text
     assert "The plan has no metrics" in text
     assert "says nothing about how data were prepared" in text

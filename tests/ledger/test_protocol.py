@@ -38,7 +38,7 @@ from hushgrad.accounting import gaussian, poisson
 from hushgrad.ledger import Budget, Filter, Ledger, Spend, renyi, total
 from hushgrad.ledger import entry as entries
 from hushgrad.ledger.file import File
-from hushgrad.ledger.spending import read
+from hushgrad.ledger.spending import event_from_json
 from hushgrad.run import charging
 from hushgrad.run.charging import own_ledger
 from hushgrad.run.resuming import CHECKPOINT, KEY, RunStore, open_store
@@ -66,7 +66,7 @@ def cost(times: int) -> float:
 @cache
 def charged(event: str) -> float:
     """What the event of a charge costs, whatever the ledger's own filter counts it as."""
-    return AT_ORDER.cost(Spend(read(event), Relation.ADD_REMOVE, 0.0, 0.0))[0]
+    return AT_ORDER.cost(Spend(event_from_json(event), Relation.ADD_REMOVE, 0.0, 0.0))[0]
 
 
 class Killed(BaseException):

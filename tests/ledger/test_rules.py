@@ -24,7 +24,7 @@ from hushgrad.accounting import (
 from hushgrad.ledger import Spend, order_for, renyi, total
 from hushgrad.ledger.records import figure
 from hushgrad.ledger.rules import left_of, rule_named
-from hushgrad.ledger.spending import read, written
+from hushgrad.ledger.spending import event_from_json, event_to_json
 from hushgrad.sampling import TruncatedPoisson, WithoutReplacement
 from hushgrad.types import Refused, Relation
 
@@ -127,7 +127,7 @@ def test_all_that_is_left_can_be_spent_at_once(most: float, shares: list[float])
     ids=lambda which: type(which).__name__,
 )
 def test_an_event_is_read_as_it_was_written(which: dp_event.DpEvent) -> None:
-    assert read(written(which)) == which
+    assert event_from_json(event_to_json(which)) == which
 
 
 def test_an_event_that_cannot_be_read_again_is_refused() -> None:
@@ -135,9 +135,9 @@ def test_an_event_that_cannot_be_read_again_is_refused() -> None:
         pass
 
     with pytest.raises(Refused, match="able to read it again"):
-        written(Strange())
+        event_to_json(Strange())
     with pytest.raises(Refused, match="this version knows"):
-        read('["os.system", {}]')
+        event_from_json('["os.system", {}]')
     with pytest.raises(Refused, match="total or renyi"):
         rule_named("other", None)
 

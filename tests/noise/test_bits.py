@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.float64]
 @pytest.fixture
 def machine_code() -> compiled.AddNormals:
     """Part of the development tools, so its absence is a failure and not a reason to skip."""
-    found = compiled.add_normals()
+    found = compiled.compiled_add_normals()
     assert found is not None, "Numba is missing, or its bits differ"
     return found
 
@@ -157,7 +157,7 @@ def test_where_the_code_cannot_be_kept_it_is_compiled_anew(
         return njit(**options)
 
     monkeypatch.setattr(numba, "njit", unkept)
-    assert inspect.unwrap(compiled.add_normals)() is not None
+    assert inspect.unwrap(compiled.compiled_add_normals)() is not None
     assert tried == [True, False]
 
 
@@ -169,7 +169,7 @@ def test_a_compiler_that_fails_only_costs_time(
         raise problem
 
     monkeypatch.setattr("numba.njit", fails)
-    assert inspect.unwrap(compiled.add_normals)() is None
+    assert inspect.unwrap(compiled.compiled_add_normals)() is None
 
 
 def test_an_entry_gets_the_value_of_its_place() -> None:

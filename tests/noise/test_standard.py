@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hushgrad.noise import standard
-from hushgrad.noise.standard import laplace_pair, logarithm, normal_pair, uniform
+from hushgrad.noise.standard import laplace_pair, logarithm, normal_pair, uniform_of_words
 
 RANDOM = np.random.default_rng(0).integers(0, 2**64, 1500, dtype=np.uint64)
 POWERS = np.uint64(1) << np.arange(64, dtype=np.uint64)
@@ -37,7 +37,7 @@ def _digits():
 
 
 def test_uniform_is_exact() -> None:
-    for word, u in zip(WORDS.tolist(), uniform(WORDS).tolist(), strict=True):
+    for word, u in zip(WORDS.tolist(), uniform_of_words(WORDS).tolist(), strict=True):
         assert mpmath.mpf(u) == mpmath.mpf(2 * (word >> 12) + 1) / 2**53
         assert 0 < u < 1
 
@@ -50,7 +50,7 @@ def test_the_logarithm_is_right_to_three_units_at_its_seams(near: float) -> None
 
 
 def test_the_logarithm_is_right_to_three_units() -> None:
-    u = uniform(WORDS)
+    u = uniform_of_words(WORDS)
     assert errors(logarithm(u), [mpmath.log(x) for x in u.tolist()]) < 3
     assert (logarithm(u) < 0).all()
 
@@ -61,7 +61,7 @@ def test_the_logarithm_is_right_to_three_units() -> None:
     ids=["sin", "cos"],
 )
 def test_sine_and_cosine_are_right_to_two_units(coefficients, exact, odd: bool) -> None:
-    v = uniform(WORDS) - 0.5
+    v = uniform_of_words(WORDS) - 0.5
     found = standard.polynomial(coefficients, v * v) * (v if odd else 1.0)
     assert errors(found, [exact(mpmath.pi / 2 * x) for x in v.tolist()]) < 2
 
@@ -123,4 +123,4 @@ def test_laplace_is_the_logarithm_with_a_sign() -> None:
     one, other = WORDS, WORDS[::-1].copy()
     for word, found in zip((one, other), laplace_pair(one, other), strict=True):
         sign = np.where(word & np.uint64(1), -1.0, 1.0)
-        assert np.array_equal(found, sign * logarithm(uniform(word)))
+        assert np.array_equal(found, sign * logarithm(uniform_of_words(word)))

@@ -15,7 +15,7 @@ import torch
 from hushgrad.data.split import Split
 from hushgrad.data.tables import a9a
 from hushgrad.glm import PrivateLogisticRegression
-from hushgrad.reproductions.linear import PENALTY, minimum, perturbed, problem
+from hushgrad.reproductions.linear import PENALTY, linear_task, minimum, perturbed
 from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
 from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
 from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
@@ -33,15 +33,15 @@ def small(name: str, records: int = 400) -> Split:
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_the_minimum_has_no_gradient_and_does_not_depend_on_the_scale(scaled: bool) -> None:
-    found = minimum(problem(small("a9a"), scaled=scaled))
-    plain = minimum(problem(small("a9a"), scaled=False))
+    found = minimum(linear_task(small("a9a"), scaled=scaled))
+    plain = minimum(linear_task(small("a9a"), scaled=False))
     assert found["gradient"] < 1e-3
     assert found["objective"] == pytest.approx(plain["objective"], abs=1e-4)
 
 
 def test_objective_and_gradient_are_those_of_the_paper() -> None:
     """Checked against the formula, written out."""
-    task = problem(small("a9a"), scaled=True)
+    task = linear_task(small("a9a"), scaled=True)
     model = task.model()
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-2, 2, 6)[None])
@@ -73,7 +73,7 @@ def test_objective_perturbation_states_the_bound_on_rows_and_the_relation(
 
     monkeypatch.setattr("hushgrad.reproductions.linear.PrivateLogisticRegression", spied)
     found = perturbed(
-        problem(small("a9a"), scaled=scaled), epsilon=2.0, delta=1e-5, relation=relation, seed=0
+        linear_task(small("a9a"), scaled=scaled), epsilon=2.0, delta=1e-5, relation=relation, seed=0
     )
     assert made[0].feature_norm == pytest.approx(1.0 if scaled else math.sqrt(14))
     assert made[0].records == records and made[0].guarantee_.relation is relation

@@ -121,7 +121,7 @@ class Pld:
                 "expected noise whose privacy loss the pld accountant can resolve, got so little "
                 "that next to nothing is hidden; use more noise, or the rdp accountant"
             )
-        return packaged.composed(event, relation, interval)
+        return packaged.pld_of(event, relation, interval)
 
 
 @dataclass(frozen=True)

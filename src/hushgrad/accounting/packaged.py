@@ -212,12 +212,12 @@ def releases(event: DpEvent, relation: Relation) -> int:
     )
 
 
-def composed(event: DpEvent, relation: Relation, interval: float) -> PldAccountant:
+def pld_of(event: DpEvent, relation: Relation, interval: float) -> PldAccountant:
     """Return the PLD accountant that was told `event`, of which it covers every part."""
     accountant = PldAccountant(relation, interval)
     for part, count in parts(event, relation):
         if isinstance(part, MixedDpEvent):
-            drawn = (composed(each, relation, interval) for each in part.events)
+            drawn = (pld_of(each, relation, interval) for each in part.events)
             accountant.mix(zip(drawn, part.probabilities, strict=True))
         else:
             accountant.compose(part, count)

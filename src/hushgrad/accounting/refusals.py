@@ -38,12 +38,12 @@ class Able(Protocol):
         """Tell whether the event is covered under this relation."""
 
 
-def spelled(event: DpEvent) -> str:
+def event_kind(event: DpEvent) -> str:
     """Name the kind of an event in words."""
     name = type(event).__name__
     inner = getattr(event, "event", None)
     words = _NAMES.get(name, name)
-    return words if inner is None else f"{words} of {spelled(inner)}"
+    return words if inner is None else f"{words} of {event_kind(inner)}"
 
 
 def refuse(
@@ -52,7 +52,7 @@ def refuse(
     """Raise `Refused` for an event that this accountant does not cover under this relation."""
     raise Refused(
         f"expected what the {accountant.name} accountant covers under {relation.value}, got "
-        f"{spelled(event)}; {remedy(event, relation, among=among)}"
+        f"{event_kind(event)}; {remedy(event, relation, among=among)}"
     )
 
 

@@ -23,7 +23,7 @@ from hushgrad.algorithms.algorithm import (
 from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
 from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.gradients.constants import opened
+from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import restored
 from hushgrad.noise import gaussian, release
 from hushgrad.points import Values, norm, point, swapped
@@ -198,7 +198,7 @@ def _losses(part: Part) -> Tensor:
     size = count(part.batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
-    batch, _ = opened(part.batch)
+    batch, _ = unwrap_constants(part.batch)
     whole = pad(batch, size, padded_size(size, _MULTIPLE))
     with restored({}, part.modules):
         return part.loss(whole)[:size].double().nan_to_num(nan=math.inf)

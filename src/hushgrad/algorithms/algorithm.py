@@ -104,7 +104,7 @@ def composed(
     return ComposedDpEvent(each) if each else repeated(0, gaussian(noise_multiplier).event)
 
 
-def counted(stages: Iterable[StepPlan]) -> list[tuple[StepPlan, int]]:
+def count_stages(stages: Iterable[StepPlan]) -> list[tuple[StepPlan, int]]:
     """Each stage once, in the order of their first steps, with how often it comes."""
     found: list[tuple[StepPlan, int]] = []
     for stage in stages:

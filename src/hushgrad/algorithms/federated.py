@@ -14,7 +14,7 @@ from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, check_out
 from hushgrad.algorithms.output import Output, last
 from hushgrad.batches.records import count, map_tensors
 from hushgrad.gradients import Gradients
-from hushgrad.gradients.constants import opened
+from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.factors.gradients import Factors
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import in_turn
@@ -89,7 +89,7 @@ class FedAvg:
         return Gradients(factors, part.params, losses, in_turn(clients))
 
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
-        batch, _ = opened(part.batch)
+        batch, _ = unwrap_constants(part.batch)
         examples = map_tensors(lambda x: x[client], batch)
         before = point(part.params)
         values, tensors = point(part.params), list(part.params.values())

@@ -107,7 +107,7 @@ def uniform() -> Output:
     return Output(
         "uniform",
         "a point drawn at random, all steps accounted for",
-        begin=lambda steps, rng: {"drawn": drawn(steps, rng), "point": {}},
+        begin=lambda steps, rng: {"drawn": draw_stop(steps, rng), "point": {}},
         after=after,
     )
 
@@ -128,7 +128,7 @@ def stopped() -> Output:
         "the point where the run stopped, after a number of steps drawn at random: holds only if "
         "no other point, and nothing else of the run, is shown to anyone",
         event=uniformly_stopped,
-        begin=lambda steps, rng: {"drawn": drawn(steps, rng)},
+        begin=lambda steps, rng: {"drawn": draw_stop(steps, rng)},
         length=lambda kept, steps: int(kept["drawn"]),
         silent=True,
     )
@@ -215,6 +215,6 @@ def _less(kept: Kept, score: float, params: Params) -> Kept:
     return {"score": score, "point": point(params)} if score < kept["score"] else kept
 
 
-def drawn(steps: int, rng: Rng) -> int:
+def draw_stop(steps: int, rng: Rng) -> int:
     """A number from 1 up to `steps`, each as likely up to 2⁻⁵²."""
     return 1 + int(rng.derive("output").uniforms(1)[0] * steps)

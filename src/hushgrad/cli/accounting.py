@@ -13,11 +13,11 @@ from rich.console import Console
 from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, group_epsilon, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.cli.chart import saved
-from hushgrad.cli.errors import sentences
+from hushgrad.cli.errors import errors_explained
 from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
 from hushgrad.cli.parameters import AsJson
-from hushgrad.cli.question import Batches, Question, SamplingName, batches_of
-from hushgrad.cli.shown import growth, shown
+from hushgrad.cli.question import Batches, Question, SamplingName, batches_from_options
+from hushgrad.cli.shown import answer_lines, growth
 from hushgrad.events import steps_of
 from hushgrad.run.guarantee import up
 from hushgrad.types import Relation
@@ -69,9 +69,11 @@ def account(
     Give --rate, or --records and --batch. Exits with 2, and one sentence that says what to change,
     if the options make no sense or the accountant does not cover them.
     """
-    with sentences():
+    with errors_explained():
         require_delta(delta)
-        batches = batches_of(sampling, rate=rate, records=records, batch=batch, max_batch=max_batch)
+        batches = batches_from_options(
+            sampling, rate=rate, records=records, batch=batch, max_batch=max_batch
+        )
         question = Question(batches, noise_multiplier, steps, delta, relation, group)
         chosen = ACCOUNTANTS[accountant.value]
         spent = chosen.epsilon(question.event, delta=delta, relation=relation)
@@ -101,8 +103,10 @@ def plan(
     of it. Nothing is spent. Exits with 2, and one sentence that says what to change, if the
     options make no sense, the accountant does not cover them, or the budget has no room.
     """
-    with sentences(), budget_at(ledger, dataset) as budget:
-        batches = batches_of(sampling, rate=None, records=records, batch=batch, max_batch=max_batch)
+    with errors_explained(), budget_at(ledger, dataset) as budget:
+        batches = batches_from_options(
+            sampling, rate=None, records=records, batch=batch, max_batch=max_batch
+        )
         steps = steps_of(epochs, records=records, batch=batch)
         neither = epsilon is None and noise_multiplier is None
         terms = terms_of(
@@ -155,7 +159,7 @@ def _answer(
         typer.echo(json.dumps(_facts(question, accountant, spent, shared)))
     else:
         console = Console()
-        for part in shown(question, accountant, spent, width=min(console.width - 10, 70)):
+        for part in answer_lines(question, accountant, spent, width=min(console.width - 10, 70)):
             console.print(part)
         if question.group > 1:
             console.print(f"{question.group} records at once, or a user with so many: ", end="")

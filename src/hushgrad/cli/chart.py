@@ -10,7 +10,7 @@ ChartCurve = Sequence[tuple[float, float]]
 """Points (x, y), x going up."""
 
 
-def drawn(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
+def draw_chart(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
     """Draw a curve that starts at (0, 0) with characters, its axes labelled.
 
     >>> print(drawn([(1, 1.0), (2, 2.0)], width=8, height=2))

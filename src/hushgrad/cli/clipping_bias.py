@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hushgrad import clipping
-from hushgrad.cli.errors import sentences
+from hushgrad.cli.errors import errors_explained
 from hushgrad.glm import losses
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 
@@ -56,7 +56,7 @@ def clipping_bias(
     x = 1 of label −1, on which clipping below 1/4 costs log 1/R whatever the number of records
     (or, for losses of numbers, targets 0, 1 and 8 at x = 1). It reads records and adds no noise.
     """
-    with sentences():
+    with errors_explained():
         features, labels = _records(loss, data)
         problems = {
             (rule, norm): ClippedObjective(

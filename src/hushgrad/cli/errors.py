@@ -9,7 +9,7 @@ import typer
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
+def errors_explained() -> Iterator[None]:
     """Turn an error of the user's into one sentence on stderr and exit code 2."""
     try:
         yield

@@ -56,9 +56,10 @@ def bound(
     found: dict[str, Any] = {}
     for option, value in given.items():
         if option not in parameters:
-            takes = ", ".join(spelled(p) for p in parameters) or "none"
+            takes = ", ".join(option_name(p) for p in parameters) or "none"
             raise ValueError(
-                f"expected options that {name} takes ({takes}), got {spelled(option)}; leave it out"
+                f"expected options that {name} takes ({takes}), got {option_name(option)}; leave "
+                "it out"
             )
         text = isinstance(value, str)
         found[option] = _converted(value, hints.get(option, str), option) if text else value
@@ -72,15 +73,15 @@ def bound(
     ]:
         raise ValueError(
             f"expected a value for every parameter of {name} without a default, got none for "
-            f"{', '.join(map(spelled, missing))}; add it"
+            f"{', '.join(map(option_name, missing))}; add it"
         )
     return found
 
 
-def spelled(parameter: str) -> str:
+def option_name(parameter: str) -> str:
     """A parameter as an option is spelled.
 
-    >>> spelled("noise_multiplier")
+    >>> option_name("noise_multiplier")
     '--noise-multiplier'
     """
     return "--" + parameter.replace("_", "-")
@@ -103,7 +104,7 @@ def _converted(text: str, hint: Any, option: str) -> Any:
         except ValueError:
             continue
     wanted = " or ".join(_kind_name(kind) for kind in kinds)
-    raise ValueError(f"expected {spelled(option)} as {wanted}, got {text!r}; see its recipe")
+    raise ValueError(f"expected {option_name(option)} as {wanted}, got {text!r}; see its recipe")
 
 
 def _one(text: str, kind: Any) -> Any:

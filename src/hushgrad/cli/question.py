@@ -90,7 +90,7 @@ class Question:
         ]
 
 
-def batches_of(
+def batches_from_options(
     name: SamplingName,
     *,
     rate: float | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hushgrad.cli.errors import sentences
+from hushgrad.cli.errors import errors_explained
 
 
 def reproduce(
@@ -31,7 +31,7 @@ def reproduce(
             typer.echo(known.replace(", ", "\n"))
             return
         raise typer.BadParameter(f"expected one of {known}, got {name}")
-    with sentences():
+    with errors_explained():
         out.mkdir(parents=True, exist_ok=True)
         with console.status("starting") as status:
             settings = StudySettings(out, data, seeds, lambda line: status.update(line))

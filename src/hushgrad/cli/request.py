@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hushgrad.cli.options import bound, spelled, split
+from hushgrad.cli.options import bound, option_name, split
 from hushgrad.cli.target import NotFound, called, function_named
 from hushgrad.data.files import VARIABLE
 from hushgrad.launch.builtin import CLASSIFIED, classifier
@@ -84,7 +84,7 @@ def request_for(
 ) -> Request:
     """The request of a new run, with the command that repeats it."""
     words = ["hushgrad", "train", *([] if asked.function is classifier else [asked.target])]
-    words += [word for name, value in asked.options.items() for word in (spelled(name), value)]
+    words += [word for name, value in asked.options.items() for word in (option_name(name), value)]
     words += ["--data", str(data)] if data is not None else []
     words += ["--seed", str(seed)] if seed is not None else []
     start = secrets.randbelow(2**31) if seed is None else seed
@@ -99,7 +99,7 @@ def folder_of(output: Path | None) -> Path:
     return output
 
 
-def resumed(asked: Request, folder: Path) -> Request:
+def resumed_request(asked: Request, folder: Path) -> Request:
     """The request that the run in `folder` began with, which must be the same as now.
 
     A run that was killed before its request was written has the one of now.

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
-from hushgrad.cli.chart import ChartCurve, drawn
+from hushgrad.cli.chart import ChartCurve, draw_chart
 from hushgrad.cli.question import Question, SamplingName
 from hushgrad.run.guarantee import up
 from hushgrad.types import Refused, Relation
@@ -17,7 +17,7 @@ from hushgrad.types import Refused, Relation
 _POINTS = 20
 
 
-def shown(
+def answer_lines(
     question: Question, accountant: Accountant, spent: float, *, width: int
 ) -> Iterator[Table | str]:
     """Yield what is printed."""
@@ -37,7 +37,7 @@ def shown(
         yield "≈ an approximation that may under-state ε: never used for a guarantee"
     yield "– not covered: asking for it says what to use instead"
     yield f"ε by {accountant.name} as the run goes, had each step been the plan's last:"
-    yield drawn(growth(question, accountant), width=width)
+    yield draw_chart(growth(question, accountant), width=width)
 
 
 def _table(question: Question, accountant: Accountant, spent: float) -> Table:

@@ -13,9 +13,16 @@ from warnings import catch_warnings, filterwarnings
 
 import typer
 
-from hushgrad.cli.errors import sentences
+from hushgrad.cli.errors import errors_explained
 from hushgrad.cli.progress import Bar, certifying
-from hushgrad.cli.request import asked_for, budget_for, folder_of, free_folder, request_for, resumed
+from hushgrad.cli.request import (
+    asked_for,
+    budget_for,
+    folder_of,
+    free_folder,
+    request_for,
+    resumed_request,
+)
 from hushgrad.cli.target import called
 from hushgrad.launch.loop import carry_out, start
 from hushgrad.launch.preflight import check
@@ -81,14 +88,14 @@ def train(
     named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}
     named |= {"batch": batch, "epochs": epochs, "lr": lr, "algorithm": algorithm}
     with ExitStack() as stack:
-        with sentences():
+        with errors_explained():
             asked = asked_for(arguments or [], named)
             budget = stack.enter_context(budget_for(ledger, dataset_name))
             folder = folder_of(output) if resume else free_folder(output, asked.name)
             charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
             request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
             if resume:
-                request = resumed(request, folder)
+                request = resumed_request(request, folder)
             with catch_warnings():
                 # `check` refuses what this warns of.
                 filterwarnings("ignore", "expected delta below 1 / records", UserWarning)

@@ -56,7 +56,7 @@ class Published:
         return content
 
 
-def unpacked(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
+def decompressed(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
     """Decompress a file, and name it where that fails."""
     try:
         return by(content)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hushgrad.data.files import Published, unpacked
+from hushgrad.data.files import Published, decompressed
 from hushgrad.data.images import Images, unit_pixels
 from hushgrad.data.split import Split
 
@@ -98,7 +98,7 @@ def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -
 
 def parsed_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
     """The array in a compressed IDX file: 0, 0, the type 8, the dimensions, their sizes, bytes."""
-    raw = unpacked(content, gzip.decompress, file=file)
+    raw = decompressed(content, gzip.decompress, file=file)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from hushgrad.data.files import Published, unpacked
+from hushgrad.data.files import Published, decompressed
 from hushgrad.data.split import Split
 
 LabelledTable = tuple[Float32[Tensor, "record feature"], Int64[Tensor, " record"]]
@@ -93,5 +93,5 @@ def _text(files: Published, file: str, root: Path | None) -> bytes:
     if files.path(file, root=root).exists():
         return files.read(file, root=root)
     path = files.path(f"{file}.bz2", root=root)
-    text = unpacked(files.stored(path), bz2.decompress, file=path.name)
+    text = decompressed(files.stored(path), bz2.decompress, file=path.name)
     return files.verified(file, text, path=path)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hushgrad.algorithms import Sgd
 from hushgrad.clipping.rules import Clip
-from hushgrad.glm.gradients import NAME, clipped_sum
+from hushgrad.glm.gradients import NAME, clipped_linear_sum
 from hushgrad.glm.losses import Penalty, ScoreLoss
 from hushgrad.glm.rows import RowSource
 from hushgrad.ledger import Budget, Spend
@@ -113,7 +113,7 @@ def descend(
             positions = sampling.draw(span, step=step, rng=memory.sampling)
             positions = positions[positions < rows.count]
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
-        total = clipped_sum(drawn, own, theta, loss=loss, clip=clip)
+        total = clipped_linear_sum(drawn, own, theta, loss=loss, clip=clip)
         released = release(total, plan.noise(step), rng=memory.rng, step=step)
         memory.released(step, released.digest)
         gradient = released.values[NAME] / divisor

@@ -72,7 +72,7 @@ def note_copy(family: str) -> None:
         _copies[family] = _copies.get(family, 0) + 1
 
 
-def counted(fit: Fit) -> Earlier:
+def remember_fit(fit: Fit) -> Earlier:
     """Remember a fit, and return those before it that used shares of the same records."""
     with _lock:
         found = [other for other in _known if fit.shares_with(other)]

@@ -18,7 +18,7 @@ from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.glm.defaults import INTERCEPT, Public, course, objective_strength, output_strength
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
-from hushgrad.glm.fits import Fit, counted, sample_of
+from hushgrad.glm.fits import Fit, remember_fit, sample_of
 from hushgrad.glm.losses import ScoreLoss, ridge
 from hushgrad.glm.perturbation import (
     TOLERANCE,
@@ -132,7 +132,7 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
     by = _by_descent if settings.algorithm in ("sgd", "gd") else _by_perturbation
     theta, guarantee, steps = by(rows, labels, linear, settings, public)
     sample = sample_of(features, labels.numpy())
-    earlier = counted(
+    earlier = remember_fit(
         Fit(settings.family, sample, public.relation, guarantee.spent, guarantee.delta)
     )
     found = theta.numpy()

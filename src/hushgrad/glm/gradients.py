@@ -98,12 +98,12 @@ def linear_gradients(
     )
 
 
-def difference(new: LinearGradients, old: LinearGradients) -> LinearGradients:
+def linear_difference(new: LinearGradients, old: LinearGradients) -> LinearGradients:
     """Per-sample differences of gradients at two points: (ℓ'(z') − ℓ'(z)) ⊗ x, nothing else."""
     return new + (-1.0) * old
 
 
-def clipped_sum(
+def clipped_linear_sum(
     rows: RowSource,
     labels: Tensor,
     theta: Float64[Tensor, "classes width"],

@@ -15,7 +15,7 @@ from hushgrad.gradients.certification.cache import Cache, fingerprint
 from hushgrad.gradients.certification.certify import Certificate, certify
 from hushgrad.gradients.certification.faults import bad_indices_named, refuse_meta
 from hushgrad.gradients.certification.retests import extend, retest
-from hushgrad.gradients.constants import constant, opened
+from hushgrad.gradients.constants import constant, unwrap_constants
 from hushgrad.gradients.factors.gradients import Gradients, difference
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.choices import Form, auto, compiled, dense, loop, recomputed, traced
@@ -84,7 +84,7 @@ def per_sample(
         return Gradients(
             {name: {} for name in params}, params, torch.zeros(0, device=device), in_turn(0)
         )
-    batch = records.laid_out(_structures.opened(batch, loss, params))
+    batch = records.laid_out(_structures.checked(batch, loss, params))
     objective = Objective(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(objective, forms, batch)
@@ -115,7 +115,7 @@ def certificate_for(
     objective = Objective(loss, params, tuple(modules), frozenset(idle))
     forms = (form,) if isinstance(form, Form) else tuple(form)
     refuse_meta(params, batch)
-    batch, _ = opened(batch)
+    batch, _ = unwrap_constants(batch)
     return _certified(objective, forms, records.laid_out(batch))
 
 

@@ -73,7 +73,7 @@ def constant(value: Value) -> Value:
     return cast(Value, Constant(value))
 
 
-def opened(batch: Batch) -> tuple[Batch, BatchStructure]:
+def unwrap_constants(batch: Batch) -> tuple[Batch, BatchStructure]:
     """The batch with its constants' values, as the loss gets it, and its form.
 
     Anything but tensors, `None`, constants and containers of them is refused.

@@ -78,13 +78,13 @@ def guarded(
         if after != before:
             for key in before.keys() | after.keys():
                 if key not in free and before.get(key) != after.get(key):
-                    raise written(key)
+                    raise refuse_written(key)
         for key, x in kept.items():
             if _version(x) != versions[key]:
                 raise _remembered(key)
             # A write through `.data` leaves no other mark.
             if not all(map(same_bits, _digest(x), digests[key])):
-                raise written(key) if key in before else _remembered(key)
+                raise refuse_written(key) if key in before else _remembered(key)
     finally:
         for key, p in trained.items():
             p.grad = gradients[key]
@@ -214,7 +214,7 @@ def _stranger(name: str) -> Refused:
     )
 
 
-def written(key: WatchedKey) -> Refused:
+def refuse_written(key: WatchedKey) -> Refused:
     """The refusal of a tensor that the forward pass wrote."""
     return Refused(
         f"the forward pass wrote {key[1]}, which then leaves without noise through the state dict; "

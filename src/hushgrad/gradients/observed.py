@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
-from hushgrad.gradients.constants import opened
+from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import guarded, restored, same_bits
 from hushgrad.gradients.probes import beside_others, replaced
 from hushgrad.types import Batch, Refused
@@ -34,7 +34,7 @@ def observe(
     size = records.count(batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
-    batch, _ = opened(batch)
+    batch, _ = unwrap_constants(batch)
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
     with torch.no_grad(), guarded({}, modules):

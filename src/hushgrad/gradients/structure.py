@@ -7,7 +7,7 @@ from types import CodeType
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hushgrad.gradients.constants import BatchStructure, opened
+from hushgrad.gradients.constants import BatchStructure, unwrap_constants
 from hushgrad.gradients.objective import held_by
 from hushgrad.types import Batch, Loss, Params, Refused
 
@@ -18,9 +18,9 @@ class Structures:
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def opened(self, batch: Batch, loss: Loss, params: Params) -> Batch:
+    def checked(self, batch: Batch, loss: Loss, params: Params) -> Batch:
         """The batch as the loss gets it; refused if it has another form than those before."""
-        batch, form = opened(batch)
+        batch, form = unwrap_constants(batch)
         known: dict[Hashable, BatchStructure] = self._known.setdefault(
             next(iter(params.values())), {}
         )

@@ -24,7 +24,7 @@ CLASSIFIED = tuple(name for name in DATASETS if name not in _TEXT)
 """The data sets that `classifier` knows."""
 
 
-def linear(shape: tuple[int, ...], classes: int) -> nn.Module:
+def linear_model(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Softmax regression: one linear layer."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
@@ -36,7 +36,7 @@ def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
-def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+def cnn_model(shape: tuple[int, ...], classes: int) -> nn.Module:
     """A convolution with tanh and a linear layer; for images."""
     if len(shape) != 3:
         raise ValueError(
@@ -52,9 +52,9 @@ def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
-    "linear": linear,
+    "linear": linear_model,
     "mlp": mlp,
-    "cnn": cnn,
+    "cnn": cnn_model,
 }
 """The models by name: each takes the shape of a record and the number of classes."""
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save
 
 from hushgrad.batches.records import count
-from hushgrad.files import whole, write_text
+from hushgrad.files import write_text, written_whole
 from hushgrad.launch.curves import save_curves
 from hushgrad.launch.loop import Outcome
 from hushgrad.launch.preflight import UNCOUNTED
@@ -91,11 +91,11 @@ def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) 
         name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, x in recipe.model.state_dict().items()
     }
-    with whole(folder / "model.safetensors") as file:
+    with written_whole(folder / "model.safetensors") as file:
         file.write(save(tensors))
     write_progress(outcome.run, folder)
     found = result(outcome, request, folder)
-    write_text(folder / "report.md", report(outcome, recipe, request))
+    write_text(folder / "report.md", report_page(outcome, recipe, request))
     _write_json(folder / "result.json", found)  # last: it marks a folder as complete
     return found
 
@@ -127,7 +127,7 @@ def versions() -> str:
     return "\n".join(lines) + "\n"
 
 
-def report(outcome: Outcome, recipe: Recipe, request: Request) -> str:
+def report_page(outcome: Outcome, recipe: Recipe, request: Request) -> str:
     """The report of a finished run, in Markdown."""
     run = outcome.run
     weights = sum(p.numel() for p in recipe.model.parameters() if p.requires_grad)

@@ -73,7 +73,7 @@ class File:
         self._same: tuple[int, int] | None = None
         self._seen = self._least = 0  # changes, and bytes of the file
         self._log: os.stat_result | None = None
-        with sentences(path):
+        with ledger_errors_explained(path):
             if not path.exists():
                 _create(path)
             self._connection()
@@ -82,13 +82,13 @@ class File:
     @property
     def home(self) -> str:
         """What tells this file from a copy of it; one that is moved within a disk keeps it."""
-        with sentences(self.path):
+        with ledger_errors_explained(self.path):
             return str(self.path.stat().st_ino)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that sees one state of the file throughout."""
-        with sentences(self.path):
+        with ledger_errors_explained(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute("BEGIN")
             try:
@@ -100,7 +100,7 @@ class File:
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """A transaction that nobody else writes during; it happens as a whole or not at all."""
-        with sentences(self.path):
+        with ledger_errors_explained(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -273,7 +273,7 @@ def damaged(path: Path, how: str) -> Refused:
 
 
 @contextmanager
-def sentences(path: Path) -> Iterator[None]:
+def ledger_errors_explained(path: Path) -> Iterator[None]:
     """Turn what SQLite and the operating system say into one sentence with a remedy."""
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 from hushgrad.ledger.file import damaged, digest_of
 from hushgrad.ledger.rules import Amounts, Filter, added, left_of, rule_named
-from hushgrad.ledger.spending import Spend, read, written
+from hushgrad.ledger.spending import Spend, event_from_json, event_to_json
 from hushgrad.types import Refused, Relation
 
 PLAN = "plan"
@@ -39,7 +39,7 @@ class Charge:
 
     def spend(self, relation: Relation) -> Spend:
         """The spend that was charged."""
-        return Spend(read(self.event), relation, self.epsilon, self.delta)
+        return Spend(event_from_json(self.event), relation, self.epsilon, self.delta)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,15 @@ def add_charge(
     connection.execute(
         "INSERT INTO charges (entry, at, reason, event, epsilon, delta, cost) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (entry, now(), reason, written(spend.event), spend.epsilon, spend.delta, as_text(cost)),
+        (
+            entry,
+            now(),
+            reason,
+            event_to_json(spend.event),
+            spend.epsilon,
+            spend.delta,
+            as_text(cost),
+        ),
     )
 
 

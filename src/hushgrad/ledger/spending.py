@@ -43,7 +43,7 @@ class Spend:
             )
 
 
-def written(event: DpEvent) -> str:
+def event_to_json(event: DpEvent) -> str:
     """Write an event as JSON, so that `read` gives an equal one.
 
     >>> from hushgrad.accounting import gaussian, poisson
@@ -54,7 +54,7 @@ def written(event: DpEvent) -> str:
     return json.dumps(_plain(event), sort_keys=True)
 
 
-def read(text: str) -> DpEvent:
+def event_from_json(text: str) -> DpEvent:
     """Read an event that `written` wrote."""
     return _event(json.loads(text))
 

@@ -17,7 +17,7 @@ AddNormals = Callable[[Any, Any, Any, float, float], None]
 
 
 @functools.cache
-def add_normals() -> AddNormals | None:
+def compiled_add_normals() -> AddNormals | None:
     """`standard.add_normals` as machine code; None where it cannot be had or its bits differ.
 
     The first call takes half a second, and one or two more where Numba has not yet kept the code.
@@ -45,7 +45,7 @@ def add_normals() -> AddNormals | None:
 
 def is_loaded() -> bool:
     """True when the machine code has been asked for in this process."""
-    return add_normals.cache_info().currsize > 0
+    return compiled_add_normals.cache_info().currsize > 0
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _teach() -> None:
     for function in (
         standard.polynomial,
         standard.logarithm,
-        standard.uniform,
+        standard.uniform_of_words,
         standard.normal_pair,
     ):
         source = inspect.unwrap(function)
@@ -73,7 +73,7 @@ def _agrees(compiled: AddNormals) -> bool:
     """Whether a few thousand releases have the bits of plain array operations."""
     words = Rng.fixed(0).words(4098)
     for dtype in (np.float32, np.float64):
-        total = (standard.uniform(words[:4097]) - 0.5).astype(dtype)
+        total = (standard.uniform_of_words(words[:4097]) - 0.5).astype(dtype)
         found, expected = np.empty(4097), np.empty(4097)
         compiled(words, total, found, 1.5, 2.0**-60)
         standard.add_pairs(standard.normal_pair, words, total, expected, 1.5, 2.0**-60)

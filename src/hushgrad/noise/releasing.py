@@ -20,7 +20,7 @@ from jaxtyping import Float, Float64
 from numpy import ndarray
 from torch import Tensor
 
-from hushgrad.noise.compiled import AddNormals, add_normals, is_loaded
+from hushgrad.noise.compiled import AddNormals, compiled_add_normals, is_loaded
 from hushgrad.noise.kinds import Noise
 from hushgrad.noise.standard import add_pairs, normal_pair
 from hushgrad.rng import Rng
@@ -158,7 +158,7 @@ def _noised(
 def _adder(noise: Noise, *, entries: int) -> AddNormals:
     """What adds this noise: the same bits compiled or plain, so that is a matter of time alone."""
     if noise.pair is normal_pair and (entries >= _WORTH_COMPILING or is_loaded()):
-        return add_normals() or partial(add_pairs, noise.pair)
+        return compiled_add_normals() or partial(add_pairs, noise.pair)
     return partial(add_pairs, noise.pair)
 
 

@@ -94,7 +94,7 @@ def logarithm(u: Float64[ndarray, " n"]) -> Float64[ndarray, " n"]:
     return result
 
 
-def uniform(words: UInt64[ndarray, " n"]) -> Float64[ndarray, " n"]:
+def uniform_of_words(words: UInt64[ndarray, " n"]) -> Float64[ndarray, " n"]:
     """`(k + ½)·2⁻⁵²` with k the word's first 52 bits: never 0, never 1."""
     return as_float((words >> _12) | _ONE) - 1.0 + 2.0**-53
 
@@ -107,8 +107,8 @@ def normal_pair(
     The angle has 54 bits: two choose one of the quarters around the four half-axes, 52 the place
     `(k + ½)·2⁻⁵²` in it. So no number is exactly 0, and the largest is 8.57.
     """
-    r = np.sqrt(-2.0 * logarithm(uniform(radius)))
-    v = uniform(angle << _2) - 0.5
+    r = np.sqrt(-2.0 * logarithm(uniform_of_words(radius)))
+    v = uniform_of_words(angle << _2) - 0.5
     square = v * v
     across, along = as_bits(v * polynomial(_SIN, square)), as_bits(polynomial(_COS, square))
     swapped = (across ^ along) & (_0 - ((angle >> _62) & _1))
@@ -120,7 +120,7 @@ def laplace_pair(
     one: UInt64[ndarray, " pairs"], other: UInt64[ndarray, " pairs"]
 ) -> tuple[Float64[ndarray, " pairs"], Float64[ndarray, " pairs"]]:
     """Two Laplace numbers of scale 1, `±log u`, the sign from the same word's lowest bit."""
-    x, y = logarithm(uniform(one)), logarithm(uniform(other))
+    x, y = logarithm(uniform_of_words(one)), logarithm(uniform_of_words(other))
     return as_float(as_bits(x) ^ (one << _63)), as_float(as_bits(y) ^ (other << _63))
 
 

@@ -63,7 +63,7 @@ class RiskProblem:
         return self.objective.original(theta) - self.objective.original(self.minimiser)
 
 
-def problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
+def risk_problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
     """Simulated records, the same for every p."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(records, RANK))
@@ -82,7 +82,7 @@ def glm_dimension(
     settings: StudySettings, *, largest: int = 10_000, records: int = RECORDS
 ) -> None:
     """Tabulate and draw the excess risk against p; `largest` is the last p, a power of ten."""
-    given = problem(records)
+    given = risk_problem(records)
     sizes = [10**power for power in range(1, round(math.log10(largest)) + 1)]
     noise = noise_multiplier(EPSILON, DELTA, STEPS) * CLIP_NORM / records
     table = Table(

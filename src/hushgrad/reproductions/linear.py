@@ -94,7 +94,7 @@ _USUAL = {"a9a": math.sqrt(14), "ijcnn1": 1.2}
 """Norms of rows: a bound, and what is usual. That of ijcnn1 was read off it, and is not public."""
 
 
-def problem(split: Split[LabelledTable], *, scaled: bool) -> LinearTask:
+def linear_task(split: Split[LabelledTable], *, scaled: bool) -> LinearTask:
     """The data as a problem; scaled rows have norm 1 at most, by a bound that is public.
 
     Rows of a9a have 14 entries of 1 at most, those of ijcnn1 22 entries from -1 to 1.

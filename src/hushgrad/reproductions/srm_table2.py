@@ -8,7 +8,7 @@ from pathlib import Path
 from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
-from hushgrad.reproductions.linear import LinearTask, fitted, minimum, perturbed, problem
+from hushgrad.reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
 from hushgrad.reproductions.methods import (
     BOTH_PARTS,
     C1,
@@ -78,7 +78,7 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
     )
     curves: dict[tuple[float, str], ObjectiveCurve] = {}
     for accounting, scaled in ways:
-        task_problem = problem(split, scaled=scaled)
+        task_problem = linear_task(split, scaled=scaled)
         for epsilon in EPSILONS:
             task = Task(
                 epsilon, task_problem.records, scaled, accounting, length=task_problem.length
@@ -101,12 +101,16 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
             ]
             _add(table, task, "objective perturbation", figures(runs), split.name)
             table.save(settings.out, f"srm-table2-{split.name}")
-    best = minimum(problem(split, scaled=True))
+    best = minimum(linear_task(split, scaled=True))
     _draw(curves, best, settings.out / f"srm-figure1-{split.name}.png", split.name)
 
 
 def _runs(
-    settings: StudySettings, problem: LinearTask, task: Task, method: Method, curve: ObjectiveCurve
+    settings: StudySettings,
+    problem: LinearTask,
+    task: Task,
+    method: Method,
+    curve: ObjectiveCurve,
 ) -> dict[str, Figure]:
     """A plan for all seeds; the first one's objective is followed for the picture."""
     settings.progress(
@@ -149,7 +153,7 @@ def _add(table: Table, task: Task, name: str, found: dict[str, Figure], data: st
 
 
 def _notes(split: Split[Records], settings: StudySettings) -> list[str]:
-    best = minimum(problem(split, scaled=False))
+    best = minimum(linear_task(split, scaled=False))
     return [
         f"Means of {settings.seeds} seeds with 95 % confidence intervals.",
         f"The minimum over the records without privacy has test loss + regulariser "

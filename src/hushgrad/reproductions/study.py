@@ -62,7 +62,7 @@ class Table:
     def markdown(self) -> str:
         """The table and its notes as Markdown."""
         lines = [self.headings, ["---"] * len(self.headings), *self.rows]
-        body = "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
+        body = "\n".join("| " + " | ".join(map(cell_text, line)) + " |" for line in lines)
         notes = "".join(f"\n- {note}" for note in self.notes)
         return f"# {self.title}\n\n{body}\n{notes}\n"
 
@@ -80,7 +80,7 @@ class Table:
         (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def shown(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     """A cell as it is read; numbers have four digits."""
     if cell is None:
         return "–"

@@ -89,7 +89,7 @@ def kept_budget(folder: Path) -> Budget:
     return Ledger(path).budget("run")
 
 
-def resumed(
+def resumed_charging(
     account: Budget,
     identity: str,
     plan: Plan,

@@ -23,7 +23,7 @@ from hushgrad.gradients import (
     per_sample,
     run_certified,
 )
-from hushgrad.gradients.constants import opened
+from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import restored
 from hushgrad.gradients.objective import Objective
 from hushgrad.types import Batch, EagerWeights, Loss, Params
@@ -204,7 +204,7 @@ def fitting_micro_batch(
 def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
     """Bytes that one pass keeps: each storage counted once, parameters left out."""
     certificate = certificate_for(loss, params, batch, modules=modules)
-    batch, _ = opened(batch)
+    batch, _ = unwrap_constants(batch)
     objective = Objective(loss, params, tuple(modules))
     own = {p.untyped_storage().data_ptr() for p in params.values()}
     held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice

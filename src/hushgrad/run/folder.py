@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from hushgrad.files import PARTIAL, sentences
+from hushgrad.files import PARTIAL, file_errors_explained
 from hushgrad.types import Refused
 
 
@@ -32,7 +32,7 @@ class Claim:
 
     def __enter__(self) -> Claim:
         try:
-            with sentences(self._folder):
+            with file_errors_explained(self._folder):
                 self._make()
                 self._lock = _locked(self._folder)
                 for left in self._folder.glob(f"*{PARTIAL}"):  # by a process that was killed

@@ -132,14 +132,14 @@ def smoothed(readings: Sequence[Reading], *, span: int = 50) -> dict[str, float]
     }
 
 
-def packed(readings: Sequence[Reading]) -> Float64[Tensor, "reading column"]:
+def pack_readings(readings: Sequence[Reading]) -> Float64[Tensor, "reading column"]:
     """The readings as one tensor: a row for each, its step first."""
     rows = [[reading.step, *reading.values.values()] for reading in readings]
     width = len(rows[0]) if rows else 1
     return torch.tensor(rows, dtype=torch.float64).view(len(rows), width)
 
 
-def unpacked(rows: Float64[Tensor, "reading column"], names: Sequence[str]) -> list[Reading]:
+def unpack_readings(rows: Float64[Tensor, "reading column"], names: Sequence[str]) -> list[Reading]:
     """The readings that were packed, of metrics with these names."""
     return [
         Reading(int(step), dict(zip(names, values, strict=True))) for step, *values in rows.tolist()

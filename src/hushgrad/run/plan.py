@@ -15,7 +15,7 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
-from hushgrad.algorithms.algorithm import counted
+from hushgrad.algorithms.algorithm import count_stages
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
 from hushgrad.events import repeated, steps_of
@@ -88,7 +88,7 @@ class Plan:
     @cached_property
     def stages(self) -> list[tuple[StepPlan, int]]:
         """The stages that there are, with how many steps are of each."""
-        return counted(self.stage(step) for step in range(self.steps))
+        return count_stages(self.stage(step) for step in range(self.steps))
 
     def noise(self, step: int) -> Noise:
         """The noise that is added at one step."""
@@ -133,7 +133,7 @@ class Plan:
         Releases of one batch share its sampling: together they are one of σ/√times.
         """
         each = []
-        for stage, count in counted(self.stage(step) for step in steps):
+        for stage, count in count_stages(self.stage(step) for step in steps):
             noise = gaussian(self.noise_multiplier * stage.noise / math.sqrt(times))
             again = stage.sampling.amplify(noise.event, num_records=self.records)
             each.append(repeated(count, again))

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hushgrad.files import sentences
+from hushgrad.files import file_errors_explained
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.ledger.file import ENDINGS
 from hushgrad.rng import Rng
@@ -22,7 +22,7 @@ from hushgrad.run.charging import (
     own_budget,
     own_ledger,
     refuse_reproducible,
-    resumed,
+    resumed_charging,
 )
 from hushgrad.run.folder import Claim
 from hushgrad.run.plan import Plan
@@ -161,7 +161,7 @@ class RunStore:
             done = self._plan.event(run.steps_drawn) if run.steps_drawn else None
             self._books.entry.settle(steps=run.steps_drawn, event=done)
         if self._folder is not None:
-            with sentences(self._folder / KEY):
+            with file_errors_explained(self._folder / KEY):
                 destroy(self._folder / KEY)
 
     def _load(self, saved: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
@@ -272,7 +272,7 @@ def _resumed(
             if (folder / KEY).exists():
                 raise _overtaken(folder)
             _write_key(own, folder, claim)
-        return resumed(
+        return resumed_charging(
             account,
             saved["entry"],
             plan,
@@ -324,7 +324,7 @@ def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
     file = folder / KEY
     file.unlink(missing_ok=True)  # of a run that never began
     claim.made(file)
-    with sentences(file):
+    with file_errors_explained(file):
         own.write(file)
 
 

@@ -31,7 +31,7 @@ from hushgrad.run.admission import (
 from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
 from hushgrad.run.guarantee import Guarantee
-from hushgrad.run.metrics import NAME, Reading, packed, smoothed, unpacked
+from hushgrad.run.metrics import NAME, Reading, pack_readings, smoothed, unpack_readings
 from hushgrad.run.penalties import Constants
 from hushgrad.run.plan import Plan
 from hushgrad.run.randomness import own_randomness
@@ -235,7 +235,7 @@ class Run:
             "taken": self.steps_taken,
             "drawn": self.steps_drawn,
             "clip_norm": self._clip.clip_norm,
-            "readings": packed(self.readings),
+            "readings": pack_readings(self.readings),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "algorithm": self._remembered,
@@ -254,7 +254,7 @@ class Run:
         self._position, self.steps_taken = state["step"], state["taken"]
         self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
         names = self.plan.metrics.names if self.plan.metrics else ()
-        self.readings = unpacked(state["readings"], names)
+        self.readings = unpack_readings(state["readings"], names)
         self._left = Snapshot.of(self._model, self._optimizer)
 
     def _observed(

@@ -43,7 +43,7 @@ from hushgrad.gradients.certification.way_back import (
 )
 from hushgrad.gradients.comparison import ROUGHLY, differs
 from hushgrad.gradients.factors.gradients import Gradients
-from hushgrad.gradients.factors.slots import Slots, drawn, in_turn, room
+from hushgrad.gradients.factors.slots import Slots, draw_slots, in_turn, room
 from hushgrad.gradients.forms.choices import Form, RunForm, traced
 from hushgrad.gradients.forms.compiled import VECTOR
 from hushgrad.gradients.guards import WatchedKey, restored
@@ -80,7 +80,7 @@ class Certificate:
 
     def slots(self, size: int) -> Slots:
         """Where the records of a batch stand in its pass; drawn anew where places matter."""
-        return drawn(size, self.multiple, self.period)
+        return draw_slots(size, self.multiple, self.period)
 
     def room(self, size: int) -> int:
         """So many rows are enough for a batch of `size` records, nearly always."""

@@ -11,7 +11,7 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.certification.oracle import Oracle, consult
 from hushgrad.gradients.forms.traced import checked_losses
-from hushgrad.gradients.guards import WatchedKey, restored, same_bits, written
+from hushgrad.gradients.guards import WatchedKey, refuse_written, restored, same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.types import Batch, Refused
 
@@ -48,7 +48,7 @@ def _free_buffers(objective: Objective, few: Batch) -> frozenset[WatchedKey]:
     for key in frozenset().union(*written_by):
         same = all(key in one and same_bits(one[key], first[key]) for one in written_by)
         if key not in buffers or not same:
-            raise written(key)
+            raise refuse_written(key)
     return frozenset(first)
 
 

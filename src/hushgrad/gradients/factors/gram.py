@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hushgrad.gradients.factors.kinds import OneHot, Outer
-from hushgrad.numerics import Square, inner_products, raw_square_norms, rounding, smallest
+from hushgrad.numerics import Square, inner_products, raw_square_norms, rounding, smallest_normal
 
 
 class Rough(NamedTuple):
@@ -50,7 +50,7 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
         left, right = _grams(factor, chunk)
         term = (left * right).sum((1, 2))
         a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
-        d, p, tiny = width_of(factor), factor.b.shape[-1], smallest(factor.b.dtype)
+        d, p, tiny = width_of(factor), factor.b.shape[-1], smallest_normal(factor.b.dtype)
         a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
         size, top = (a * b).sum(1), torch.maximum(a, b).sum(1)
         flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
@@ -69,7 +69,7 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
     return Rough(estimate, slack, length, largest.square())
 
 
-def nothing_lost_at_zero(rough: Rough, factors: tuple[Outer | OneHot, ...]) -> Rough:
+def exact_where_zero(rough: Rough, factors: tuple[Outer | OneHot, ...]) -> Rough:
     """A gradient that is zero exactly has no slack."""
     if bool(rough.estimate.all()):
         return rough

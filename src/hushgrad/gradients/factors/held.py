@@ -21,14 +21,13 @@ from torch import Tensor
 
 from hushgrad.gradients.factors.gram import (
     Rough,
+    exact_where_zero,
     gram_square,
     norms_of,
-    nothing_lost_at_zero,
 )
 from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer
 from hushgrad.gradients.factors.sums import Extent, Summation
-from hushgrad.numerics import RELATIVE_SLACK, Square, rounding, square_norms
-from hushgrad.numerics import nothing_lost_at_zero as unless_zero
+from hushgrad.numerics import RELATIVE_SLACK, Square, nothing_lost_at_zero, rounding, square_norms
 from hushgrad.types import Shape
 
 
@@ -67,7 +66,7 @@ class Materialised:
     @cached_property
     def square(self) -> Square:
         """Certified squares; a record that under- or overflows float32 is redone in float64."""
-        square = unless_zero(self.rough.square, self._dense.values)
+        square = nothing_lost_at_zero(self.rough.square, self._dense.values)
         loose = _indices(square.loose)
         if not loose:
             return square
@@ -152,12 +151,12 @@ class Gram:
         """The norms, and what the sum must mind."""
         if self._known is not None:
             return self._known
-        rough = nothing_lost_at_zero(self.rough, self.held)
+        rough = exact_where_zero(self.rough, self.held)
         estimate, slack, length, largest = (None if x is None else x.clone() for x in rough)
         assert estimate is not None and slack is not None and largest is not None
         for i in _indices(Square(estimate, slack).loose):
             wide = tuple(_one_in_double(factor, i) for factor in self.held)
-            finer = nothing_lost_at_zero(gram_square(wide), wide)
+            finer = exact_where_zero(gram_square(wide), wide)
             for part, redone in zip((estimate, slack, length, largest), finer, strict=True):
                 if part is not None and redone is not None:
                     part[i] = redone[0]

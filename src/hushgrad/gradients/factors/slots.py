@@ -90,7 +90,7 @@ def room(records: int, multiple: int, period: int) -> int:
     return padded_size(math.ceil(each + 4 * math.sqrt(each)) * period, multiple)
 
 
-def drawn(records: int, multiple: int, period: int) -> Slots:
+def draw_slots(records: int, multiple: int, period: int) -> Slots:
     """Slots in a multiple of rows, at places that each record draws modulo the period.
 
     Guarantees: the draws are independent of one another and alike for all records, from torch's

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hushgrad.numerics import linear
+from hushgrad.numerics import linear_product
 
 _sigmoid_slope, _tanh_slope = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
 
@@ -72,7 +72,7 @@ class Rnn:
         gates = gates if w.bias is None else gates.add_(w.bias)
         y = torch.empty_like(gates)
         for gate, out in _in_order(gates, y, reverse=self.reverse):
-            gate.add_(linear(h, w.hidden))
+            gate.add_(linear_product(h, w.hidden))
             h = torch.clamp(gate, min=0, out=out) if self.relu else torch.tanh(gate, out=out)
         return Unroll(y, None, None, gates, (w.hidden, y))
 
@@ -93,7 +93,7 @@ class Gru:
         size, start = h.shape[-1], h
         y, hidden = gates.new_empty(*gates.shape[:2], size), torch.empty_like(gates)
         for gate, product, out in _in_order(gates, hidden, y, reverse=self.reverse):
-            product.copy_(linear(h, w.hidden, w.bias))
+            product.copy_(linear_product(h, w.hidden, w.bias))
             gate[:, : 2 * size].add_(product[:, : 2 * size]).sigmoid_()
             r, z, n = gate.chunk(3, 1)
             n.addcmul_(r, product[:, 2 * size :]).tanh_()
@@ -127,7 +127,11 @@ def _chain(
         if later is not None:
             state.add_(later)
         gate.unflatten(1, (-1, state.shape[1])).mul_(state.unsqueeze(1))
-        later = linear(gate, w.mT) if carry is None else linear(gate, w.mT).addcmul_(kept, state)
+        later = (
+            linear_product(gate, w.mT)
+            if carry is None
+            else linear_product(gate, w.mT).addcmul_(kept, state)
+        )
     assert later is not None
     return states, slopes, later
 
@@ -146,12 +150,12 @@ class Lstm:
         y = m if p is None else gates.new_empty(*gates.shape[:2], h.shape[-1])
         steps = _in_order(gates, cells, after, m, y, reverse=self.reverse)
         for gate, cell, squashed, out, end in steps:
-            gate.add_(linear(h, w.hidden))
+            gate.add_(linear_product(h, w.hidden))
             gate[:, : 2 * size].sigmoid_()
             i, f, g, o = gate.chunk(4, 1)
             c = torch.mul(f, c, out=cell).addcmul_(i, g.tanh_())
             h = torch.mul(torch.tanh(c, out=squashed), o.sigmoid_(), out=out)
-            h = h if p is None else end.copy_(linear(h, p))
+            h = h if p is None else end.copy_(linear_product(h, p))
         kept = (w.hidden, gates, cells, after, start, *([] if p is None else [p]))
         return Unroll(y, cells, None if p is None else m, gates, kept)
 
@@ -169,16 +173,18 @@ class Lstm:
         for d, state, gate, cell, forget in _in_order(
             dy, states, slopes, _tanh_slope(o, after), f, reverse=not self.reverse
         ):
-            dm = d if later is None else linear(later, w.mT).add_(d)
+            dm = d if later is None else linear_product(later, w.mT).add_(d)
             if projection:
-                dm = linear(state.copy_(dm), projection[0].mT)
+                dm = linear_product(state.copy_(dm), projection[0].mT)
             dc = torch.addcmul(dc, dm, cell)
             each = gate.unflatten(1, (4, -1))
             each[:, :3].mul_(dc.unsqueeze(1))
             each[:, 3].mul_(dm)
             later, dc = gate, dc * forget
         assert later is not None
-        return UnrollBack(slopes, slopes, linear(later, w.mT), dc, states if projection else None)
+        return UnrollBack(
+            slopes, slopes, linear_product(later, w.mT), dc, states if projection else None
+        )
 
 
 CellKind = Rnn | Gru | Lstm

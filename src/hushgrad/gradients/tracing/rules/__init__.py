@@ -23,7 +23,7 @@ from hushgrad.gradients.tracing.rules import (  # noqa: F401  (they register)
 from hushgrad.gradients.tracing.rules.arithmetic import on_spread
 from hushgrad.gradients.tracing.rules.general import by_derivative
 from hushgrad.gradients.tracing.rules.registry import DECOMPOSITIONS, REGISTERED
-from hushgrad.gradients.tracing.rules.weights import back, cut
+from hushgrad.gradients.tracing.rules.weights import back, keep_as_factors
 
 
 def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
@@ -33,4 +33,4 @@ def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     return saves if saves is not None else by_derivative(call, name)
 
 
-RULES = Rules(on_records, on_spread, cut, back, DECOMPOSITIONS)
+RULES = Rules(on_records, on_spread, keep_as_factors, back, DECOMPOSITIONS)

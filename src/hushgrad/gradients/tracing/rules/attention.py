@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hushgrad.gradients.tracing.rules.registry import decomposition
 
 
-def opened(function: Any) -> FunctionType:
+def without_overrides(function: Any) -> FunctionType:
     """A function of torch that is written in Python, without its question for special tensors.
 
     It would hand itself over as one call; without that its own body runs, whatever the layout and
@@ -20,4 +20,4 @@ def opened(function: Any) -> FunctionType:
     return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
 
 
-decomposition(F.multi_head_attention_forward)(opened(F.multi_head_attention_forward))
+decomposition(F.multi_head_attention_forward)(without_overrides(F.multi_head_attention_forward))

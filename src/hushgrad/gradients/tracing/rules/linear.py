@@ -24,13 +24,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
-        return numerics.linear(x, weight, bias)
+        return numerics.linear_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return numerics.linear(gradient, weight.mT), None, None
+        return numerics.linear_product(gradient, weight.mT), None, None
 
 
 def _quick_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

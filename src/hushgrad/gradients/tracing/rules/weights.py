@@ -24,7 +24,7 @@ _CASTS = frozenset(
 _PRODUCTS = frozenset({"matmul", "mm", "rmatmul"})
 
 
-def cut(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Back] | None:
+def keep_as_factors(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Back] | None:
     """A function of parameters that is kept as factors of its operands, or None."""
     if call.function is F.linear:
         return _linear(call, *args, **kwargs)

@@ -60,8 +60,8 @@ def test_modules_are_short(path: Path) -> None:
     )
 
 
-# Commands are named for the function that they call. The
-# others are used with their module's name: a rule or a loss of one's own, noise or its event.
+# Commands are named for the function that they call. The others are used with their module's
+# name: a rule or a loss of one's own, noise or its event.
 TWICE = {"custom", "doctor", "gaussian", "plan", "poisson", "train"}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,11 @@ from hushgrad import clipping
 from hushgrad.clipping.rules import Clip, custom
 from hushgrad.gradients import Form, Gradients, dense, loop, traced
 from hushgrad.launch import demo
-from hushgrad.testing import check_clip_rule, check_per_sample
+from hushgrad.rng import Rng
+from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
+from hushgrad.sampling.scheme import Scheme
+from hushgrad.testing import check_clip_rule, check_per_sample, check_sampler
+from hushgrad.types import Relation
 
 
 @pytest.mark.parametrize("groups", [1, 5, 33])
@@ -151,3 +157,70 @@ def test_a_refused_model_is_named() -> None:
     layer = nn.Linear(3, 2)
     with pytest.raises(AssertionError, match="to be certified, got: expected one loss for each"):
         check_per_sample(lambda x: layer(x).sum(), dict(layer.named_parameters()), torch.ones(4, 3))
+
+
+# --- samplers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Poisson(0.1),
+        Poisson(1.0),
+        TruncatedPoisson(0.2, max_batch=12),
+        WithoutReplacement(7),
+        FullBatch(),
+        Shuffled(7),
+        Shuffled(60),
+    ],
+    ids=repr,
+)
+def test_a_good_sampler_passes(scheme: Scheme) -> None:
+    check_sampler(scheme, steps=900)
+
+
+class Changed:
+    """A sampler that answers as another does, but for some of its answers."""
+
+    def __init__(self, inner: Scheme, **answers: Any) -> None:
+        self.__dict__.update(answers)
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _biased(n: int, *, step: int, rng: Rng) -> Any:
+    found = Poisson(0.1).draw(n, step=step, rng=rng)
+    return found[found > 0]
+
+
+GOOD, TURNS = Poisson(0.1), count()
+BAD_SAMPLERS: dict[str, tuple[Scheme, dict[str, Any], str]] = {
+    "twice": (GOOD, {"draw": lambda n, **_: np.array([1, 1])}, "each position at most once"),
+    "outside": (GOOD, {"draw": lambda n, **_: np.array([n])}, "positions below 60, got"),
+    "one batch": (GOOD, {"draw": lambda n, **_: np.arange(6)}, "at other steps and keys"),
+    "by count": (
+        GOOD,
+        {"draw": lambda n, **_: np.array([next(TURNS) % n])},
+        "the same batch whenever a step is drawn",
+    ),
+    "size": (GOOD, {"expected_batch": lambda n: 9.0}, "batches of 9 on average, got 6"),
+    "not all": (GOOD, {"sees_all": True}, "every record in each batch"),
+    "biased": (GOOD, {"draw": _biased}, "each record as often|on average"),
+    "no epoch": (Shuffled(7), {"epoch": lambda n: 5}, "each record once in 5 steps"),
+    "amplified twice": (
+        GOOD,
+        {"run_event": lambda e, **_: Poisson(0.05).run_event(e, num_records=60, num_steps=1)},
+        "a record is in a batch with probability 0.1",
+    ),
+    "no relation": (Shuffled(7), {"relations": frozenset({Relation.ADD_REMOVE})}, "an accountant"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLERS)
+def test_a_bad_sampler_is_named(name: str) -> None:
+    inner, answers, says = BAD_SAMPLERS[name]
+    scheme: Any = Changed(inner, **answers)
+    with pytest.raises(AssertionError, match=says):
+        check_sampler(scheme, steps=900)

@@ -1,4 +1,4 @@
-"""Contract suites: does a clipping rule, or a form of per-sample gradients, keep its promises?
+"""Contract suites: does a clipping rule, a form of gradients or a sampler keep its promises?
 
 Each suite returns nothing, or raises `AssertionError` with what was expected, came, and to do.
 """
@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hushgrad.accounting import ACCOUNTANTS, PLD, gaussian, poisson
 from hushgrad.batches import records
 from hushgrad.clipping.rules import Clip
 from hushgrad.gradients import Form, Gradients, auto, per_sample
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.comparison import COARSE, FINE
 from hushgrad.gradients.forms.loop import one_record
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.rng import Rng
+from hushgrad.sampling import Scheme
+from hushgrad.types import Batch, Loss, Params, Refused, Relation
 
 
 def check_clip_rule(clip: Clip, groups: int = 1) -> None:
@@ -149,6 +154,72 @@ def _check_sums(
                 came = g.weighted_sum(dict.fromkeys(exact, weights), within=within)[name]
                 error = (came.double().flatten() - weights @ exact[name]).norm() / size
                 _require(float(error) <= max(1e-5, rough), expected, float(error), fix)
+
+
+def check_sampler(scheme: Scheme, *, num_records: int = 60, steps: int = 2000) -> None:
+    """Check that a sampling scheme draws what it says, and claims no more amplification than that.
+
+    A whole scheme takes seconds: the draws of `steps` steps are counted.
+
+    >>> from hushgrad.sampling import Poisson
+    >>> check_sampler(Poisson(0.2), steps=500)
+    """
+    rng, what = Rng.fixed(0), scheme.statement
+    drawn = [scheme.draw(num_records, step=step, rng=rng) for step in range(steps)]
+    table = np.zeros((steps, num_records), dtype=bool)
+    for step, positions in enumerate(drawn):
+        fix = "return each position at most once, in ascending order"
+        inside = bool(((positions >= 0) & (positions < num_records)).all())
+        holds = inside and bool((np.diff(positions) > 0).all())
+        _require(holds, f"{what}: positions below {num_records}", positions.tolist(), fix)
+        table[step, positions] = True
+    again = [scheme.draw(num_records, step=step, rng=rng) for step in (3, 0, 3)]
+    same = all(np.array_equal(x, drawn[step]) for x, step in zip(again, (3, 0, 3), strict=True))
+    fix = "draw from rng.derive(..., step) alone, and keep no state"
+    _require(same, f"{what}: the same batch whenever a step is drawn", "another", fix)
+    sizes, size = table.sum(1), scheme.expected_batch(num_records)
+    if scheme.sees_all:
+        fix = "return every position, or answer False to sees_all"
+        _require(bool(table.all()), f"{what}: every record in each batch", "others", fix)
+    elif size < num_records:
+        other = scheme.draw(num_records, step=0, rng=Rng.fixed(1))
+        fix = "draw from the rng that is given"
+        differs = not all(np.array_equal(x, drawn[0]) for x in (*drawn[1:4], other))
+        _require(differs, f"{what}: other batches at other steps and keys", "the same", fix)
+    length = scheme.epoch(num_records)
+    if length is None:  # of an epoch the last batch is smaller
+        error = 6 * float(sizes.std()) / math.sqrt(steps) + 1e-9 * size
+        near = abs(float(sizes.mean()) - size) <= error
+        fix = "return the mean size from expected_batch: sums are divided by it"
+        _require(near, f"{what}: batches of {size:g} on average", float(sizes.mean()), fix)
+    else:
+        whole = table[: steps // length * length].reshape(-1, length, num_records).sum(1)
+        fix = "deal each record out once in an epoch"
+        _require(
+            bool((whole == 1).all()), f"{what}: each record once in {length} steps", "not", fix
+        )
+    rate = table.mean()
+    off = float(np.abs(table.mean(0) - rate).max())
+    fix = "draw every record alike: amplification rests on it"
+    most = 6 * math.sqrt(rate * (1 - rate) / steps)
+    _require(off <= most, f"{what}: each record as often as any other", off, fix)
+    _check_amplification(scheme, num_records, float(rate))
+
+
+def _check_amplification(scheme: Scheme, num_records: int, rate: float) -> None:
+    """No scheme hides a record better than a draw by itself at the same rate, in one step."""
+    what, step = scheme.statement, gaussian(1.0)
+    event = scheme.run_event(step, num_records=num_records, num_steps=1)
+    found = []
+    for relation in scheme.relations:
+        for accountant in (a for a in ACCOUNTANTS.values() if a.proves):
+            with suppress(Refused, ValueError):
+                found.append(accountant.epsilon(event, delta=1e-5, relation=relation))
+    fix = "return an event that an accountant covers, under a relation that the scheme names"
+    _require(bool(found), f"{what}: an accountant for its event", event, fix)
+    least = PLD.epsilon(poisson(0.97 * rate, step), delta=1e-5, relation=Relation.ADD_REMOVE)
+    fix = f"claim no more than that a record is in a batch with probability {rate:.3g}"
+    _require(min(found) >= least, f"{what}: at least ε = {least:.4g} for a step", min(found), fix)
 
 
 def _require(holds: bool, expected: str, came: object, fix: str) -> None:

@@ -160,7 +160,7 @@ def test_larger_subsets_have_equal_frequencies() -> None:
 @pytest.mark.parametrize(("records", "batch"), [(24, 6), (25, 6), (5, 5), (7, 1)])
 def test_shuffled_epochs_hold_every_record_once(records: int, batch: int) -> None:
     scheme = Shuffled(batch)
-    length = scheme.steps_per_epoch(records)
+    length = scheme.epoch(records)
     table = membership(scheme, records=records, steps=3 * length)
     for epoch in range(3):
         assert (table[epoch * length : (epoch + 1) * length].sum(0) == 1).all()

@@ -21,7 +21,7 @@ from hushgrad.events import repeated
 from hushgrad.noise import gaussian
 from hushgrad.rng import Rng
 from hushgrad.run.step import StepContext
-from hushgrad.sampling import FullBatch, Poisson, Sampling, Scheme, WithoutReplacement
+from hushgrad.sampling import Sampling, Scheme
 from hushgrad.sampling.draws import Positions
 from hushgrad.types import Params, Refused, Relation
 
@@ -126,22 +126,14 @@ def resized(conditions: Conditions, batch: int | None) -> Sampling:
         raise ValueError(
             f"expected a batch between 1 and {records} records, got {batch}; pass a smaller one"
         )
-    if isinstance(sampling, Poisson | WithoutReplacement):
-        if batch == records:
-            return FullBatch()
-        share = batch / records
-        return Poisson(share) if isinstance(sampling, Poisson) else WithoutReplacement(batch)
-    raise Refused(
-        "expected Poisson sampling or batches without replacement where some steps have larger "
-        f"batches, got {sampling.statement}; sample with Poisson(rate), or leave the size out"
-    )
+    return sampling.resized(batch, num_records=records)
 
 
 def check_output(output: Output, conditions: Conditions) -> None:
     """Refuse conditions that the output rule's accounting does not cover."""
     if not output.exhaustive:
         return
-    if not isinstance(conditions.sampling, FullBatch):
+    if not conditions.sampling.sees_all:
         raise Refused(
             f"expected full batches with the output {output}, whose choice would share the chance "
             f"of sampled ones, got {conditions.sampling.statement}; sample with FullBatch(), or "
@@ -157,7 +149,7 @@ def check_output(output: Output, conditions: Conditions) -> None:
 
 def require_full(conditions: Conditions, name: str) -> None:
     """Refuse sampled batches."""
-    if not isinstance(conditions.sampling, FullBatch):
+    if not conditions.sampling.sees_all:
         raise Refused(
             f"expected full batches with {name}, got {conditions.sampling.statement}; pass "
             "sampling=FullBatch()"
@@ -178,7 +170,16 @@ class Scheduled:
     """The batches of an algorithm whose steps do not all sample alike, drawn step by step."""
 
     stage: Callable[[int], StepPlan]
-    relations: frozenset[Relation]
+    plan: Scheme
+
+    @property
+    def relations(self) -> frozenset[Relation]:
+        """Those of the plan's sampling."""
+        return self.plan.relations
+
+    def span(self, num_records: int, *, length: int) -> int:
+        """As the plan's sampling has it."""
+        return self.plan.span(num_records, length=length)
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""

@@ -20,7 +20,7 @@ from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
 from hushgrad.run.resuming import Fingerprint, none, open_store
-from hushgrad.sampling import FullBatch, Scheme
+from hushgrad.sampling import Scheme
 from hushgrad.types import Refused, Relation
 
 Projection = Callable[[Tensor], Tensor]
@@ -109,7 +109,7 @@ def descend(
     span, divisor = _span(rows, sampling, plan), plan.divisor
     for step in range(plan.steps):
         drawn, own = rows, labels
-        if not isinstance(sampling, FullBatch):
+        if not sampling.sees_all:
             positions = sampling.draw(span, step=step, rng=memory.sampling)
             positions = positions[positions < rows.count]
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
@@ -131,12 +131,10 @@ def descend(
 
 
 def _span(rows: RowSource, sampling: Scheme, plan: Plan) -> int:
-    """How many positions batches are drawn from; see `sampling.Loader`."""
-    if Relation.ADD_REMOVE in sampling.relations:
-        return max(plan.records, rows.count)
-    if rows.count != plan.records:
+    """How many positions batches are drawn from."""
+    if Relation.ADD_REMOVE not in sampling.relations and rows.count != plan.records:
         raise Refused(
             f"expected the {plan.records} records that the plan states with "
             f"{sampling.statement}, got another number of them; plan for the public number"
         )
-    return plan.records
+    return sampling.span(plan.records, length=rows.count)

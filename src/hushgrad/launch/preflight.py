@@ -17,7 +17,7 @@ from hushgrad.batches.nested import leaves_of
 from hushgrad.gradients.guards import restored
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import rows_per_record
-from hushgrad.sampling import Loader, Stated
+from hushgrad.sampling import Loader
 from hushgrad.types import Batch, Refused
 
 UNCOUNTED = (
@@ -36,7 +36,7 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
     """
     require_device(device)
     _require_small_delta(recipe)
-    if isinstance(recipe.plan.sampling, Stated):
+    if recipe.plan.sampling.loader is not None:
         return  # its loader has the records
     loader = recipe.data if isinstance(recipe.data, Loader) else Loader(recipe.data)
     columns = [_tensor(x) for x in leaves_of(loader.columns)]

@@ -14,7 +14,7 @@ from hushgrad.algorithms.algorithm import Scheduled
 from hushgrad.rng import Rng
 from hushgrad.run.metrics import Metrics
 from hushgrad.run.plan import Plan
-from hushgrad.sampling import Draws, Loader, Stated
+from hushgrad.sampling import Draws, Loader, Scheme, Stated
 from hushgrad.types import Batch, Params, Refused, Relation
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def require_folder_allowed(plan: Plan, folder: object) -> None:
 
 def loader_of(data: Any, plan: Plan) -> Loader | None:
     """What loads the records; None with a `Stated` sampling, which does so itself."""
-    if isinstance(plan.sampling, Stated):
+    if plan.sampling.loader is not None:
         if data is not None:
             raise ValueError(
                 "expected data=None with a Stated sampling, whose loader has the data, got "
@@ -109,9 +109,9 @@ def batches_of(loader: Loader | None, plan: Plan, rng: Rng) -> Callable[[range],
     sampling = plan.sampling
     if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
+    assert isinstance(sampling, Scheme) and loader is not None
     alike = all(stage.sampling == sampling for stage, _ in plan.stages)
-    scheme = sampling if alike else Scheduled(plan.stage, sampling.relations)
-    assert isinstance(scheme, Draws) and loader is not None
+    scheme: Draws = sampling if alike else Scheduled(plan.stage, sampling)
     return lambda steps: loader.batches(scheme, num_records=plan.records, steps=steps, rng=rng)
 
 

@@ -20,7 +20,6 @@ from hushgrad.ledger.entry import over
 from hushgrad.ledger.records import RunRow
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
-from hushgrad.sampling import Shuffled
 from hushgrad.types import Refused, Relation
 
 AHEAD = 64
@@ -116,7 +115,7 @@ def resumed_charging(
         if row.settled is not None:
             raise over(row, "other batches than it has drawn, for want of its key or its data")
         again = list(range(step, row.position if upto is None else upto))
-        if isinstance(plan.sampling, Shuffled):
+        if plan.sampling.epoch(plan.records):
             again.append(step)  # the epoch is dealt anew from its middle: a record may come twice
         if not again:
             return None

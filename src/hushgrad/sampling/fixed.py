@@ -11,7 +11,15 @@ import numpy as np
 from hushgrad.events import ShuffledDpEvent, on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, dealt, subset
-from hushgrad.sampling.scheme import ANY_RELATION, SAME_SIZE, require_batch, require_whole
+from hushgrad.sampling.scheme import (
+    ANY_RELATION,
+    SAME_SIZE,
+    Sampling,
+    every_position,
+    refuse_resizing,
+    require_batch,
+    require_whole,
+)
 from hushgrad.types import Relation
 
 
@@ -21,6 +29,8 @@ class WithoutReplacement:
 
     batch: int
     relations: ClassVar[frozenset[Relation]] = SAME_SIZE
+    sees_all: ClassVar[bool] = False
+    loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require_whole("batch", self.batch)
@@ -30,6 +40,10 @@ class WithoutReplacement:
         """The words by which a guarantee names the sampling."""
         return f"{self.batch} records without replacement"
 
+    def span(self, num_records: int, *, length: int) -> int:
+        """The public count: data sets have one size, and positions without a record are empty."""
+        return num_records
+
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""
         require_batch(self.batch, num_records)
@@ -38,6 +52,13 @@ class WithoutReplacement:
     def expected_batch(self, num_records: int) -> float:
         """The size of every batch."""
         return float(self.batch)
+
+    def resized(self, batch: int, *, num_records: int) -> WithoutReplacement | FullBatch:
+        """Sets of another size; all records where that is their number."""
+        return FullBatch() if batch == num_records else WithoutReplacement(batch)
+
+    def epoch(self, num_records: int) -> None:
+        """Each step draws by itself."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event sampled without replacement from the public number of records."""
@@ -57,11 +78,17 @@ class FullBatch:
     """All records at every step, as in gradient descent."""
 
     relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+    sees_all: ClassVar[bool] = True
+    loader: ClassVar[None] = None
 
     @property
     def statement(self) -> str:
         """The words by which a guarantee names the sampling."""
         return "full batches"
+
+    def span(self, num_records: int, *, length: int) -> int:
+        """Every record takes part."""
+        return every_position(num_records, length)
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """Every position."""
@@ -71,6 +98,13 @@ class FullBatch:
     def expected_batch(self, num_records: int) -> float:
         """The public number of records."""
         return float(num_records)
+
+    def resized(self, batch: int, *, num_records: int) -> Sampling:
+        """Refused: these are all records."""
+        raise refuse_resizing(self)
+
+    def epoch(self, num_records: int) -> None:
+        """Each step takes all."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event as it is: nothing is left to chance."""
@@ -90,6 +124,8 @@ class Shuffled:
 
     batch: int
     relations: ClassVar[frozenset[Relation]] = SAME_SIZE
+    sees_all: ClassVar[bool] = False
+    loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require_whole("batch", self.batch)
@@ -99,14 +135,18 @@ class Shuffled:
         """The words by which a guarantee names the sampling."""
         return f"shuffled epochs in batches of {self.batch}, no amplification"
 
-    def steps_per_epoch(self, num_records: int) -> int:
+    def epoch(self, num_records: int) -> int:
         """The number of batches in which each record comes once."""
         require_batch(self.batch, num_records)
         return -(-num_records // self.batch)
 
+    def span(self, num_records: int, *, length: int) -> int:
+        """The public count: data sets have one size, and positions without a record are empty."""
+        return num_records
+
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""
-        epoch, place = divmod(step, self.steps_per_epoch(num_records))
+        epoch, place = divmod(step, self.epoch(num_records))
         start = place * self.batch
         key = rng.derive("sample", "epoch", epoch)
         return dealt(num_records, start=start, stop=start + self.batch, rng=key)
@@ -114,6 +154,10 @@ class Shuffled:
     def expected_batch(self, num_records: int) -> float:
         """The size of every batch but the last of an epoch."""
         return float(self.batch)
+
+    def resized(self, batch: int, *, num_records: int) -> Sampling:
+        """Refused: an epoch is cut into batches of one size."""
+        raise refuse_resizing(self)
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event of a whole epoch. Adding up every step's is sound; `run_event` is tighter."""
@@ -126,5 +170,5 @@ class Shuffled:
         batch of the epoch and the others only through what was released, so that an epoch costs
         what one of its batches does. The event itself refuses add/remove.
         """
-        epochs = -(-num_steps // self.steps_per_epoch(num_records))
+        epochs = -(-num_steps // self.epoch(num_records))
         return ShuffledDpEvent(epochs, event) if epochs else repeated(0, event)

@@ -13,10 +13,9 @@ from hushgrad.batches.nested import leaves_of, map_leaves
 from hushgrad.rng import Rng
 from hushgrad.sampling.coupling import Collate, refuse_coupling, require_each
 from hushgrad.sampling.draws import Positions
-from hushgrad.sampling.poisson import TruncatedPoisson
 from hushgrad.sampling.scheme import Draws
 from hushgrad.sampling.sources import Columns, Source, source_of
-from hushgrad.types import Batch, Refused, Relation
+from hushgrad.types import Batch, Refused
 
 _LONGEST_GAP = 128  # batches between two tests of the collate function
 _MOST_TESTED = 64  # records in such a test, after the first
@@ -96,25 +95,8 @@ class Loader:
         self, scheme: Draws, *, num_records: int, steps: range, rng: Rng
     ) -> Iterator[Batch]:
         """The batches of these steps, drawn by `scheme` for the plan's public `num_records`."""
-        if isinstance(scheme, TruncatedPoisson) and self._length > num_records:
-            raise Refused(
-                "expected at most num_records records with TruncatedPoisson, whose accounting "
-                f"depends on their number, got more than {num_records}; plan for a larger public "
-                "number, or use Poisson"
-            )
-        span = self._span(scheme, num_records)
+        span = scheme.span(num_records, length=self._length)
         return self.load_each(scheme.draw(span, step=step, rng=rng) for step in steps)
-
-    def _span(self, scheme: Draws, num_records: int) -> int:
-        """How many positions a batch is drawn from, whether there are records at them or not.
-
-        Where a record may be added or removed, every record takes part: were those beyond the
-        public count left out, removing one would pull another in and move the sum by 2R. Where
-        data sets have one size, it is the public count, and positions without a record are empty.
-        """
-        if Relation.ADD_REMOVE in scheme.relations:
-            return max(num_records, self._length)
-        return num_records
 
     def _present(self, positions: Positions) -> list[int]:
         present: list[int] = positions[positions < self._length].tolist()

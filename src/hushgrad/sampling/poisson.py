@@ -15,7 +15,15 @@ from scipy import stats
 from hushgrad.events import on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, independent, subset
-from hushgrad.sampling.scheme import ANY_RELATION, require_rate, require_whole
+from hushgrad.sampling.fixed import FullBatch
+from hushgrad.sampling.scheme import (
+    ANY_RELATION,
+    Sampling,
+    every_position,
+    refuse_resizing,
+    require_rate,
+    require_whole,
+)
 from hushgrad.types import Refused, Relation
 
 
@@ -25,6 +33,8 @@ class Poisson:
 
     rate: float
     relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+    sees_all: ClassVar[bool] = False
+    loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require_rate(self.rate)
@@ -33,6 +43,10 @@ class Poisson:
     def statement(self) -> str:
         """The words by which a guarantee names the sampling."""
         return f"Poisson sampling, q = {self.rate:g}"
+
+    def span(self, num_records: int, *, length: int) -> int:
+        """Every record takes part."""
+        return every_position(num_records, length)
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step.
@@ -46,6 +60,13 @@ class Poisson:
     def expected_batch(self, num_records: int) -> float:
         """The mean size n·q: the divisor, whatever the size of a batch turns out to be."""
         return num_records * self.rate
+
+    def resized(self, batch: int, *, num_records: int) -> Poisson | FullBatch:
+        """Poisson sampling at another rate; all records where that is 1."""
+        return FullBatch() if batch == num_records else Poisson(batch / num_records)
+
+    def epoch(self, num_records: int) -> None:
+        """Each step draws by itself."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The Poisson-sampled event; it does not depend on the count."""
@@ -72,6 +93,8 @@ class TruncatedPoisson:
     rate: float
     max_batch: int
     relations: ClassVar[frozenset[Relation]] = ANY_RELATION
+    sees_all: ClassVar[bool] = False
+    loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         require_rate(self.rate)
@@ -81,6 +104,16 @@ class TruncatedPoisson:
     def statement(self) -> str:
         """The words by which a guarantee names the sampling."""
         return f"Poisson sampling, q = {self.rate:g}, truncated to {self.max_batch} records"
+
+    def span(self, num_records: int, *, length: int) -> int:
+        """The public count, which the accounting depends on; more records are refused."""
+        if length > num_records:
+            raise Refused(
+                "expected at most num_records records with TruncatedPoisson, whose accounting "
+                f"depends on their number, got more than {num_records}; plan for a larger public "
+                "number, or use Poisson"
+            )
+        return num_records
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""
@@ -97,6 +130,13 @@ class TruncatedPoisson:
         most, rate = self.max_batch, self.rate
         whole = num_records * rate * stats.binom.cdf(most - 1, num_records - 1, rate)
         return float(whole + most * stats.binom.sf(most, num_records, rate))
+
+    def resized(self, batch: int, *, num_records: int) -> Sampling:
+        """Refused: a truncated batch has one size."""
+        raise refuse_resizing(self)
+
+    def epoch(self, num_records: int) -> None:
+        """Each step draws by itself."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The truncated event, which exists for Gaussian noise only."""

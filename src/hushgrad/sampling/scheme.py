@@ -5,13 +5,14 @@ Fixed-size and shuffled batches are re-cut when a record is removed: they are ne
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import dp_accounting as dp
 
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions
-from hushgrad.types import Refused, Relation
+from hushgrad.types import Batch, Refused, Relation
 
 SMALLEST_RATE = 2.0**-32
 """Below this the error of 2⁻⁴⁹ in a drawn rate would exceed 2⁻¹⁷ of it."""
@@ -35,8 +36,22 @@ class Sampling(Protocol):
     def statement(self) -> str:
         """The words by which a guarantee names the sampling."""
 
+    @property
+    def sees_all(self) -> bool:
+        """True if every record is in every batch, so that nothing is left to chance."""
+
+    @property
+    def loader(self) -> Iterable[Batch] | None:
+        """What brings the batches, where it is not hushgrad that draws them."""
+
     def expected_batch(self, num_records: int) -> float:
         """The public divisor of a step's sum, from the plan's public record count."""
+
+    def resized(self, batch: int, *, num_records: int) -> Sampling:
+        """The same way to sample with batches of another expected size, for some of the steps."""
+
+    def epoch(self, num_records: int) -> int | None:
+        """So many steps deal every record out once; None where each step draws by itself."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event of one step that runs `event` on one batch."""
@@ -57,6 +72,12 @@ class Draws(Protocol):
     def relations(self) -> frozenset[Relation]:
         """The relations between data sets under which the batches may be accounted for."""
 
+    def span(self, num_records: int, *, length: int) -> int:
+        """How many positions to draw from, for a public number of records and the real one.
+
+        There need not be a record at each. What it returns is private where it follows `length`.
+        """
+
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
         """The positions in the batch of one step."""
 
@@ -64,6 +85,23 @@ class Draws(Protocol):
 @runtime_checkable
 class Scheme(Sampling, Draws, Protocol):
     """A sampling that this library draws itself."""
+
+
+def every_position(num_records: int, length: int) -> int:
+    """The span of schemes under which a record may be added or removed: every record takes part.
+
+    Were those beyond the public count left out, removing one would pull another in and move the
+    sum by 2R.
+    """
+    return max(num_records, length)
+
+
+def refuse_resizing(sampling: Sampling) -> Refused:
+    """The refusal of a scheme whose batches all have one size."""
+    return Refused(
+        "expected Poisson sampling or batches without replacement where some steps have larger "
+        f"batches, got {sampling.statement}; sample with Poisson(rate), or leave the size out"
+    )
 
 
 def require_relation(sampling: Sampling, relation: Relation) -> None:

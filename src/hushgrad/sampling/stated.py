@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from hushgrad.sampling.coupling import refuse_coupling
 from hushgrad.sampling.fixed import Shuffled
-from hushgrad.sampling.scheme import Scheme
+from hushgrad.sampling.scheme import Sampling, Scheme, refuse_resizing
 from hushgrad.sampling.sources import Records
 from hushgrad.types import Batch, Refused, Relation
 
@@ -48,9 +48,22 @@ class Stated:
         """The words by which a guarantee names the sampling, and who vouches for it."""
         return f"{self.scheme.statement}, as stated by the user"
 
+    @property
+    def sees_all(self) -> bool:
+        """As stated; nothing rests on it, since hushgrad does not draw these batches."""
+        return False
+
     def expected_batch(self, num_records: int) -> float:
         """The public divisor of a step's sum, from the plan's public record count."""
         return self.scheme.expected_batch(num_records)
+
+    def resized(self, batch: int, *, num_records: int) -> Sampling:
+        """Refused: the loader's batches are what they are."""
+        raise refuse_resizing(self)
+
+    def epoch(self, num_records: int) -> int | None:
+        """So many steps deal every record out once, as stated."""
+        return self.scheme.epoch(num_records)
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
         """The event of one step that runs `event` on one batch."""
@@ -66,14 +79,12 @@ class Stated:
         With shuffled epochs each pass must be one epoch, or a record would come more often than
         it is accounted for.
         """
-        epoch = None
-        if isinstance(self.scheme, Shuffled):
-            epoch = self.scheme.steps_per_epoch(num_records)
-            if steps.start % epoch:
-                raise Refused(
-                    f"expected a first step that begins an epoch of {epoch} steps, got "
-                    f"{steps.start}; resume a loader of your own at the end of an epoch"
-                )
+        epoch = self.scheme.epoch(num_records)
+        if epoch and steps.start % epoch:
+            raise Refused(
+                f"expected a first step that begins an epoch of {epoch} steps, got "
+                f"{steps.start}; resume a loader of your own at the end of an epoch"
+            )
         _refuse_coupling(self.loader)
         step, first = steps.start, steps.start
         while step < steps.stop:

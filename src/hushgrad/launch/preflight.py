@@ -99,7 +99,8 @@ def _require_certified(recipe: Recipe, probes: Batch) -> None:
     params = {name: p for name, p in recipe.model.named_parameters() if p.requires_grad}
     rows = rows_per_record(recipe.loss)
     capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
-    recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,), capacity=capacity)
+    objective = recipe.execution.objective(recipe.loss, params, (recipe.model,))
+    recipe.execution.gradients(objective, probes, capacity)
 
 
 def _tensor(column: Any) -> Tensor:

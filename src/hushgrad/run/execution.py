@@ -26,7 +26,7 @@ from hushgrad.gradients import (
 from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import restored
 from hushgrad.gradients.objective import Objective
-from hushgrad.types import Batch, EagerWeights, Loss, Params
+from hushgrad.types import Batch, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
 """Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
@@ -93,16 +93,14 @@ class Execution:
         forms = (self.form,) if isinstance(self.form, Form) else tuple(self.form)
         return (compiled, *forms) if self.compile else forms
 
-    def gradients(
-        self,
-        loss: Loss,
-        params: Params,
-        batch: Batch,
-        modules: Sequence[nn.Module] = (),
-        foreseen: EagerWeights | None = None,
-        capacity: int = 0,
-    ) -> Gradients:
+    def objective(self, loss: Loss, params: Params, modules: Sequence[nn.Module] = ()) -> Objective:
+        """A loss with its parameters and modules, and what this execution says of them."""
+        idle = frozenset(self._idle_of(params)) if self.idle else frozenset()
+        return Objective(loss, params, tuple(modules), idle)
+
+    def gradients(self, objective: Objective, batch: Batch, capacity: int = 0) -> Gradients:
         """Per-sample gradients of one micro-batch; a loss may have them itself."""
+        loss, params = objective.loss, objective.params
         # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
             return loss.per_sample(params, batch)
@@ -112,9 +110,9 @@ class Execution:
             params,
             batch,
             form=self.forms,
-            modules=modules,
-            idle=self._idle_of(params) if self.idle else (),
-            foreseen=foreseen if plain else None,
+            modules=objective.modules,
+            idle=objective.idle,
+            foreseen=objective.foreseen if plain else None,
             capacity=capacity,
         )
         return found if plain else (1 / scale) * found

@@ -29,6 +29,7 @@ from hushgrad.types import Bounded, Refused, Relation
 _MOST_NOISE = 1e30  # times a clipping norm, it must be a float32
 
 
+@runtime_checkable
 class Sampled(Protocol):
     """What noise needs to know of a sampling scheme; `hushgrad.sampling.Sampling` has it all."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
@@ -88,15 +89,18 @@ def least_error(
     count = min(bands, num_steps)
     loss = _inverse_loss if inverse else _banded_loss
     problem = _Problem(workload.column(num_steps), cycle)
-    start = workload.root(count, inverse=inverse)[1:]
-    found = minimize(
-        lambda rest: loss(np.concatenate([[1.0], rest]), problem),
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": 1000, "maxcor": 30, "ftol": 1e-12, "gtol": 1e-9},
-    )
-    values = np.concatenate([[1.0], found.x])
+    starts = (workload.root(count, inverse=inverse)[1:], np.zeros(count - 1))
+    tried = [
+        minimize(
+            lambda rest: loss(np.concatenate([[1.0], rest]), problem),
+            start,
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": 1000, "maxcor": 30, "ftol": 1e-12, "gtol": 1e-9},
+        )
+        for start in starts
+    ]
+    values = np.concatenate([[1.0], min(tried, key=lambda found: float(found.fun)).x])
     if inverse:
         return banded_inverse(values * banded_inverse(values).sensitivity(num_steps, cycle=cycle))
     return banded(values / np.linalg.norm(values))
@@ -187,9 +191,15 @@ def best_cycle(
     cycle = 1
     while cycle * rate <= 1 and cycle <= num_steps:
         strategy = least_error(num_steps, bands=cycle, cycle=cycle, workload=workload)
-        norm = strategy.column_norm(num_steps)
-        sigma = noise_for(lambda s, c=cycle, n=norm: run_event(c, GaussianDpEvent(s / n)))
+        event = partial(_scaled_event, run_event, cycle, strategy.column_norm(num_steps))
+        sigma = noise_for(event)
         found[cycle] = sigma * strategy.error(num_steps, workload.column(num_steps))
         cycle *= 2
     best = min(found, key=lambda c: found[c])
     return best, found[best]
+
+
+def _scaled_event(
+    run_event: Callable[[int, DpEvent], DpEvent], cycle: int, norm: float, sigma: float
+) -> DpEvent:
+    return run_event(cycle, GaussianDpEvent(sigma / norm))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,6 +25,20 @@ def each(work: Callable[[Work], _Result], pieces: Sequence[Work]) -> list[_Resul
         return [work(piece) for piece in pieces]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, pieces))
+
+
+def cut(lengths: Iterable[int]) -> list[tuple[int, slice]]:
+    """Vectors of these lengths in pieces: the number of the vector, and a part of it."""
+    return [
+        (k, slice(start, min(start + PIECE, length)))
+        for k, length in enumerate(lengths)
+        for start in range(0, length, PIECE)
+    ]
+
+
+def chunks(length: int) -> Iterator[slice]:
+    """A piece in parts that stay in the cache."""
+    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
 
 
 def even(count: int) -> int:

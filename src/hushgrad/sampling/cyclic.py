@@ -93,7 +93,7 @@ class CyclicPoisson:
         require_whole("num_records", num_records)
         members = np.flatnonzero(self.groups(num_records, rng=rng) == step % self.cycle)
         taken = independent(len(members), rate=self.group_rate, rng=rng.derive("sample", step))
-        return members[taken]
+        return np.take(members, taken)
 
     def groups(self, num_records: int, *, rng: Rng) -> Positions:
         """The group of each position, the same for every step; a longer list begins with it.
@@ -101,7 +101,8 @@ class CyclicPoisson:
         Each is uniform, up to 2⁻⁵² for each of the groups.
         """
         chances = rng.derive("group", self.cycle).uniforms(num_records)
-        return np.floor(chances * self.cycle).astype(np.int64)
+        groups: Positions = (chances * self.cycle).astype(np.int64)  # cut off towards 0
+        return groups
 
     def expected_batch(self, num_records: int) -> float:
         """The mean size n·q: the divisor, whatever the size of a batch turns out to be."""

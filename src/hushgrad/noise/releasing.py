@@ -31,6 +31,7 @@ from hushgrad.types import Bounded, Refused, Released
 GRID_BITS = 14  # the grid's step is at most 2⁻¹⁴ of the noise's scale
 _SMALL = 1 << 15  # tensors with fewer entries than this are copied together
 _DIGESTED = 1 << 20  # entries under one key of the digest
+_VERSION = "release-2"  # other noise for a tag of before would be a second release, uncharged
 _TAG, _CHECK = 16, 3  # bytes of a release's tag; those that are a check of it, if others need it
 
 
@@ -93,12 +94,12 @@ def release(
     what = f"{noise.name} {float(scale).hex()} {_layout(bounded.sum)}"
     digest = _digest(runs, rng, step)
     if noise.strategy is None:
-        tags = [rng.tag("release", step, what, digest)[:_TAG]]
+        tags = [rng.tag(_VERSION, step, what, digest)[:_TAG]]
     else:
         needed = _needed(noise.strategy, past, step)
         what = f"{noise.strategy!r} {what}"
         _require_same_run(needed, rng=rng, step=step, what=what)
-        body = rng.tag("release", step, what, digest, *needed[-1:])[: _TAG - _CHECK]
+        body = rng.tag(_VERSION, step, what, digest, *needed[-1:])[: _TAG - _CHECK]
         tags = [*needed, body + _check(body, rng=rng, step=step, what=what)]
     if scale == 0:
         values = {n: x.to(torch.float64, copy=True) for n, x in bounded.sum.items()}

@@ -117,7 +117,7 @@ def _add_scaled(noise: Vectors, other: Vectors, factor: float) -> None:
         k, part = piece
         noise[k][part] += factor * other[k][part]
 
-    threads.each(work, threads.cut(map(len, noise)))
+    threads.in_threads(work, threads.pieces_of(map(len, noise)))
 
 
 def _add_draw(noise: Vectors, places: Sequence[tuple[int, int]], key: Rng, weight: float) -> None:
@@ -132,7 +132,7 @@ def _add_draw(noise: Vectors, places: Sequence[tuple[int, int]], key: Rng, weigh
             some = out[chunk]
             add(stream.take(threads.even(len(some))), some, weight)
 
-    threads.each(work, threads.cut(map(len, noise)))
+    threads.in_threads(work, threads.pieces_of(map(len, noise)))
 
 
 def _adder(entries: int) -> AddWeighted:

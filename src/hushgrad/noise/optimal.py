@@ -84,7 +84,7 @@ def least_error(
         turns of a record is 1 if C⁻¹ is.
 
     >>> round(least_error(100, bands=100, cycle=100).error(100), 2)  # independent noise: 7.11
-    1.72
+    2.32
     """
     count = min(bands, num_steps)
     loss = _inverse_loss if inverse else _banded_loss

@@ -202,7 +202,7 @@ def _digest(runs: list[_Run], rng: Rng, step: int) -> bytes:
         data = pieces[k].view(np.uint8).data
         return AESGCM(rng.tag("sum", step, k)).encrypt(bytes(12), b"", data)  # the tag, of no text
 
-    return b"".join(threads.each(tag, range(len(pieces))))
+    return b"".join(threads.in_threads(tag, range(len(pieces))))
 
 
 def _noised(runs: list[_Run], noise: Noise, scale: float, key: Rng) -> Vectors:
@@ -220,7 +220,7 @@ def _noised(runs: list[_Run], noise: Noise, scale: float, key: Rng) -> Vectors:
             words = stream.take(threads.even(len(out[chunk])))
             add(words, total[chunk], out[chunk], scale, step)
 
-    threads.each(work, threads.cut(map(len, outs)))
+    threads.in_threads(work, threads.pieces_of(map(len, outs)))
     return outs
 
 
@@ -237,7 +237,7 @@ def _added(runs: list[_Run], noise: Vectors, scale: float, step: float) -> Vecto
         np.rint(out, out=out)
         out *= step
 
-    threads.each(work, threads.cut(map(len, outs)))
+    threads.in_threads(work, threads.pieces_of(map(len, outs)))
     return outs
 
 

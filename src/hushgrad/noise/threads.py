@@ -18,7 +18,7 @@ Work = TypeVar("Work")
 _Result = TypeVar("_Result")
 
 
-def each(work: Callable[[Work], _Result], pieces: Sequence[Work]) -> list[_Result]:
+def in_threads(work: Callable[[Work], _Result], pieces: Sequence[Work]) -> list[_Result]:
     """Do all pieces, in as many threads as torch uses; they end here, so a fork finds none."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads <= 1:
@@ -27,7 +27,7 @@ def each(work: Callable[[Work], _Result], pieces: Sequence[Work]) -> list[_Resul
         return list(pool.map(work, pieces))
 
 
-def cut(lengths: Iterable[int]) -> list[tuple[int, slice]]:
+def pieces_of(lengths: Iterable[int]) -> list[tuple[int, slice]]:
     """Vectors of these lengths in pieces: the number of the vector, and a part of it."""
     return [
         (k, slice(start, min(start + PIECE, length)))

@@ -431,6 +431,18 @@ def test_what_the_event_covers_passes(relation: Relation) -> None:
         correlated(BANDED).check(CyclicPoisson(0.1, 3), relation=relation)
 
 
+@pytest.mark.parametrize("make", [banded, banded_inverse])
+@pytest.mark.parametrize("second", [-1.5, 1.5])
+def test_noise_that_grows_without_end_is_refused(make, second: float) -> None:
+    """A step's own draw would be lost in the last bits of what the others left."""
+    kind = correlated(make([1.0, second]))
+    kwargs = {"sampling": FullBatch(), "num_records": 9}
+    assert kind.run_event(1.0, num_steps=20, **kwargs)
+    for steps in (40, 4000):
+        with pytest.raises(Refused, match=r"stay below 65536 times.*use bands that get smaller"):
+            kind.run_event(1.0, num_steps=steps, **kwargs)
+
+
 def test_bands_and_a_strategy_exclude_each_other() -> None:
     assert correlated(BANDED, bands=3) == correlated(BANDED)
     with pytest.raises(ValueError, match="a strategy or the number of its bands, got both"):

@@ -111,6 +111,9 @@ class Correlated:
             num_records: the public number of records.
             num_steps: the number of steps (T).
             runs: how many runs on the same batches are accounted for together.
+
+        Raises:
+            Refused: if the sampling does not go with this noise, or its matrix is not stable.
         """
         turns = self._participation(sampling)
         sigma = noise_multiplier / math.sqrt(runs)
@@ -118,6 +121,7 @@ class Correlated:
             return dp_accounting.NonPrivateDpEvent()
         if num_steps == 0:
             return repeated(0, dp_accounting.GaussianDpEvent(sigma))
+        self.mixing.require_stable(num_steps)
         if turns.rate == 1:
             moved = self.mixing.sensitivity(num_steps, cycle=turns.cycle)
             return dp_accounting.GaussianDpEvent(sigma / moved)

@@ -18,7 +18,7 @@ from dp_accounting import DpEvent, GaussianDpEvent
 from scipy.optimize import minimize
 from scipy.signal import lfilter
 
-from hushgrad.noise.strategy import Strategy, Vector, banded, banded_inverse
+from hushgrad.noise.strategy import Column, Strategy, banded, banded_inverse
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Workload:
         if not 0 <= self.beta < 1:
             raise ValueError(f"expected 0 <= momentum < 1, got {self.beta}; 0.9 is usual")
 
-    def column(self, steps: int) -> Vector:
+    def column(self, steps: int) -> Column:
         """The first column of the workload's matrix A.
 
         >>> Workload(0.5).column(3).tolist()
@@ -42,7 +42,7 @@ class Workload:
         """
         return np.cumsum(self.beta ** np.arange(steps))
 
-    def root(self, count: int, *, inverse: bool = False) -> Vector:
+    def root(self, count: int, *, inverse: bool = False) -> Column:
         """The first coefficients of A^½ or of A^-½, which are good strategies by themselves.
 
         Reference: Kalinin and Lampert 2024, Banded Square Root Matrix Factorization.
@@ -110,17 +110,17 @@ def least_error(
 class _Problem:
     """The first column of the workload, and the steps between two turns of a record."""
 
-    workload: Vector
+    workload: Column
     cycle: int
 
     @property
-    def weights(self) -> Vector:
+    def weights(self) -> Column:
         """The share of the steps whose error an entry of A·C⁻¹'s first column is in."""
         steps = len(self.workload)
         return np.arange(steps, 0, -1) / steps
 
 
-def _banded_loss(column: Vector, problem: _Problem) -> tuple[float, Vector]:
+def _banded_loss(column: Column, problem: _Problem) -> tuple[float, Column]:
     """log(‖c‖²·mean square of A·C⁻¹) and its gradient in all but the first coefficient of C."""
     with np.errstate(over="ignore", invalid="ignore"):
         left = lfilter([1.0], column, problem.workload)
@@ -134,7 +134,7 @@ def _banded_loss(column: Vector, problem: _Problem) -> tuple[float, Vector]:
     return math.log(square * error), 2 * column[1:] / square + slopes / error
 
 
-def _inverse_loss(weights: Vector, problem: _Problem) -> tuple[float, Vector]:
+def _inverse_loss(weights: Column, problem: _Problem) -> tuple[float, Column]:
     """log(‖|C|·1‖²·mean square of A·C⁻¹) and its gradient in all but the first of the weights.
 
     1 has ones at a record's turns from the first step on, which is where it is the longest.

@@ -19,7 +19,12 @@ from jaxtyping import Float64
 from numpy import ndarray
 from scipy.signal import lfilter
 
-Vector = Float64[ndarray, "_"]
+from hushgrad.types import Refused
+
+_LARGEST = 2.0**16
+"""Leaves a draw 36 of float64's 52 bits."""
+
+Column = Float64[ndarray, "_"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,11 @@ class Strategy:
             return 0
         return min(step, self.bands - 1) if self.inverse else step
 
-    def column(self, steps: int) -> Vector:
+    def column(self, steps: int) -> Column:
         """The first column of C for a run of so many steps (T)."""
         return _inverted(self.coefficients, steps) if self.inverse else self._padded(steps)
 
-    def noising(self, steps: int) -> Vector:
+    def noising(self, steps: int) -> Column:
         """The first column of C⁻¹: the weights of this step's draw, the one before it, …"""
         return self._padded(steps) if self.inverse else _inverted(self.coefficients, steps)
 
@@ -82,11 +87,27 @@ class Strategy:
             totals += sums if lag == 0 else 2 * sums
         return math.sqrt(totals.max())
 
+    def require_stable(self, steps: int) -> None:
+        """Refuse a C by which noise, or what it is accounted for, outgrows float64's precision.
+
+        A step's own draw is what protects it. Beside far larger noise of the steps before, which
+        the releases of those steps tell nearly, it would be rounded off.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs([self.column(steps), self.noising(steps)]).max(axis=1)
+            own = abs(self.noising(1)[0])
+        if not (sizes[0] * own <= _LARGEST and sizes[1] <= _LARGEST * own):
+            raise Refused(
+                f"expected coefficients whose matrix and inverse stay below {_LARGEST:g} times "
+                f"their diagonals over {steps} steps, got up to {max(sizes):.3g}; use bands that "
+                "get smaller, such as those of least_error"
+            )
+
     def column_norm(self, steps: int) -> float:
         """The largest norm of a column of C: how far C·x moves if a record takes part once."""
         return float(np.linalg.norm(self.column(steps)))
 
-    def error(self, steps: int, workload: Vector | None = None) -> float:
+    def error(self, steps: int, workload: Column | None = None) -> float:
         """The root mean square error of the running sums, for noise of scale 1.
 
         Compare it at equal privacy: times the noise multiplier that a run with this C needs.
@@ -96,7 +117,7 @@ class Strategy:
         left = np.convolve(sums, self.noising(steps))[:steps]
         return math.sqrt(float(np.arange(steps, 0, -1) / steps @ left**2))
 
-    def _padded(self, steps: int) -> Vector:
+    def _padded(self, steps: int) -> Column:
         column = np.zeros(steps)
         kept = self.coefficients[:steps]
         column[: len(kept)] = kept
@@ -127,9 +148,9 @@ def banded_inverse(coefficients: Iterable[float]) -> Strategy:
     return Strategy(tuple(map(float, coefficients)), inverse=True)
 
 
-def _inverted(coefficients: tuple[float, ...], steps: int) -> Vector:
+def _inverted(coefficients: tuple[float, ...], steps: int) -> Column:
     """The first column of the inverse matrix: the power series 1 / Σ c_k xᵏ."""
     impulse = np.zeros(steps)
     impulse[:1] = 1.0
-    found: Vector = lfilter([1.0], coefficients, impulse)
+    found: Column = lfilter([1.0], coefficients, impulse)
     return found

@@ -28,7 +28,7 @@ from hushgrad.algorithms.algorithm import (
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.events import PureDpEvent, repeated
-from hushgrad.gradients import Gradients
+from hushgrad.gradients import Gradients, require_factors
 from hushgrad.gradients.factors.gradients import Factors
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import in_turn
@@ -85,7 +85,7 @@ class LocalGd:
         sizes = {name: p.numel() for name, p in context.params.items()}
         total = torch.zeros(sum(sizes.values()), dtype=torch.float64)
         for index, part in enumerate(context.work.parts()):
-            rows, bound = clipped_rows(part.here, context)
+            rows, bound = clipped_rows(require_factors(part.here), context)
             # Two micro-batches with the same records must not get the same noise.
             rng = context.rng.derive("reports", index)
             sigma = context.noise.noise_multiplier

@@ -49,7 +49,7 @@ def _marks(state: Watched) -> dict[WatchedKey, Mark]:
 
 
 @contextmanager
-def guarded(
+def guard_pass(
     params: Params,
     modules: Sequence[nn.Module],
     free: frozenset[WatchedKey] = frozenset(),
@@ -262,7 +262,7 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Watc
 
 
 @contextmanager
-def undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
+def undo_on_failure(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Give back random states and buffers if the block raises: another way is tried after it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     cpu, others = torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import guarded, restored, same_bits
+from hushgrad.gradients.guards import guard_pass, restored, same_bits
 from hushgrad.gradients.probes import beside_others, replaced
 from hushgrad.types import Batch, Refused
 
@@ -37,7 +37,7 @@ def observe(
     batch, _ = unwrap_constants(batch)
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
-    with torch.no_grad(), guarded({}, modules):
+    with torch.no_grad(), guard_pass({}, modules):
         if test:
             _check_independence(values, whole, modules)
         with restored({}, modules):

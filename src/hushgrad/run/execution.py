@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from hushgrad.batches.records import MULTIPLE, count, cut, take
 from hushgrad.clipping.pieces import LARGEST_PIECE, Pieces, piece_size
 from hushgrad.gradients import (
+    AnyGradients,
     Form,
     Gradients,
     auto,
     certificate_for,
     compiled,
     per_sample,
-    run_certified,
+    use_certificate,
 )
 from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import restored
@@ -101,7 +102,7 @@ class Execution:
         modules: Sequence[nn.Module] = (),
         foreseen: EagerWeights | None = None,
         capacity: int = 0,
-    ) -> Gradients:
+    ) -> AnyGradients:
         """Per-sample gradients of one micro-batch; a loss may have them itself."""
         # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
@@ -217,7 +218,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.random.fork_rng(), restored(params, modules), hooks:
-        gradients = run_certified(certificate, objective, batch, certificate.slots(count(batch)))
+        gradients = use_certificate(certificate, objective, batch, fresh=True)
     for x in gradients.held() if gradients is not None else ():
         note(x)
     return sum(storage.nbytes() for storage in held.values())

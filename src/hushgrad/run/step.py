@@ -14,7 +14,7 @@ from hushgrad.clipping.aggregate import aggregate, piece_error, together
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip, automatic
-from hushgrad.gradients import Gradients
+from hushgrad.gradients import AnyGradients
 from hushgrad.gradients.guards import restored
 from hushgrad.noise import Noise, release
 from hushgrad.points import Values, swapped
@@ -71,13 +71,13 @@ class Part:
     capacity: int = 0
 
     @cached_property
-    def here(self) -> Gradients:
+    def here(self) -> AnyGradients:
         """Gradients at the model's point."""
         return self.execution.gradients(
             self.loss, self.params, self.batch, self.modules, self.foreseen, self.capacity
         )
 
-    def at(self, point: Values) -> Gradients:
+    def at(self, point: Values) -> AnyGradients:
         """Gradients at another point, by the random draws and buffers that `here` starts from.
 
         To be asked for before `here`, which moves them on.

@@ -14,7 +14,7 @@ from torch import nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.certify import Certificate
 from hushgrad.gradients.forms.choices import Form
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.types import Batch
 
 CacheKey = tuple[Hashable, ...]
@@ -45,7 +45,7 @@ class Cache:
         _, certificates = self._entries.pop(key, ([], []))
         for old in [k for k, (alive, _) in self._entries.items() if _any_gone(alive)]:
             del self._entries[old]  # nobody can ask for it again, and it may hold programs
-        spoken_of = (*objective.params.values(), *held_by(objective.loss))
+        spoken_of = (*objective.params.values(), *references_of(objective.loss))
         alive = [_reference(x) for x in spoken_of]
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
@@ -75,7 +75,7 @@ def fingerprint(objective: Objective, forms: tuple[Form, ...], batch: Batch) -> 
         tuple([(name, id(p), p.dtype, p.shape) for name, p in objective.params.items()]),
         tuple([_switches(child) for module in objective.modules for child in module.modules()]),
         tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
-        tuple([_value(x) for x in held_by(objective.loss)]),
+        tuple([_value(x) for x in references_of(objective.loss)]),
         forms,
         objective.idle,
         records.shapes(batch),

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.batches import records
-from hushgrad.gradients.certification.deterministic import WithoutRandomness, randomly_perturbed
+from hushgrad.gradients.certification.deterministic import WithoutRandomness, perturb_randomly
 from hushgrad.gradients.certification.faults import no_finite_record
-from hushgrad.gradients.certification.free_buffers import consulted
-from hushgrad.gradients.certification.generators import own_generators_unused
+from hushgrad.gradients.certification.free_buffers import consult_finding_buffers
+from hushgrad.gradients.certification.generators import refuse_own_generators
 from hushgrad.gradients.certification.independence import (
     LARGEST_MULTIPLE,
     Passes,
@@ -33,23 +33,22 @@ from hushgrad.gradients.certification.oracle import Evidence, Oracle, compare, r
 from hushgrad.gradients.certification.places import MovingBits, period_of
 from hushgrad.gradients.certification.way_back import (
     RARE_DRAWS,
-    attempt,
     beside_neighbours,
     reason_of,
     refuse_gradients_beside_copies,
     refuse_loud_gradients,
     refuse_mixed_gradients,
-    replaying,
+    replays_of,
+    trace_probe,
 )
 from hushgrad.gradients.comparison import ROUGHLY, differs
-from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import Slots, draw_slots, in_turn, room
-from hushgrad.gradients.forms.choices import Form, RunForm, traced
+from hushgrad.gradients.forms.choices import AnyGradients, Form, RunForm, traced
 from hushgrad.gradients.forms.compiled import VECTOR
 from hushgrad.gradients.guards import WatchedKey, restored
-from hushgrad.gradients.objective import Objective, named
+from hushgrad.gradients.objective import Objective, layer_called
 from hushgrad.gradients.probes import distinct, distinct_records, own_records, probe_sizes
-from hushgrad.gradients.tracing.call_sites import Probing, Site, Unforeseen
+from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
 from hushgrad.gradients.tracing.rules.lookup import refuse_coupled_embedding
 from hushgrad.types import Batch, NotCovered, Refused
@@ -74,7 +73,7 @@ class Certificate:
     lasting: bool  # False if all records were alike, so that the next batch must be tested anew
     steps: int = 0
 
-    def take(self, form: Form) -> None:
+    def switch_to(self, form: Form) -> None:
         """Go on in another form that follows the same call sites."""
         self.form, self.run = form, form.start(self.evidence.precision)
 
@@ -111,7 +110,7 @@ def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
     return kind(f"{where}{differs(wrong)}")
 
 
-def clear_of_flips(points: Sequence[Point], test: Callable[[Point], _Result]) -> _Result:
+def retry_near_misses(points: Sequence[Point], test: Callable[[Point], _Result]) -> _Result:
     """What the test returns at the first of these points where it is no near miss."""
     for point in points[:-1]:
         with suppress(_NearMiss):
@@ -120,15 +119,15 @@ def clear_of_flips(points: Sequence[Point], test: Callable[[Point], _Result]) ->
 
 
 @contextmanager
-def comparable(objective: Objective, point: int | None) -> Iterator[dict[WatchedKey, Tensor]]:
+def probe_at(objective: Objective, point: int | None) -> Iterator[dict[WatchedKey, Tensor]]:
     """Put everything back after the passes inside; yields what they wrote.
 
     They run at the parameters as they are, or perturbed at random in one of several ways.
     """
-    at = nullcontext() if point is None else randomly_perturbed(objective.params, seed=point)
+    at = nullcontext() if point is None else perturb_randomly(objective.params, seed=point)
     watched = restored(objective.params, objective.modules)
     quiet = warnings.catch_warnings()
-    with torch.random.fork_rng(), at, watched as changed, quiet, own_generators_unused(objective):
+    with torch.random.fork_rng(), at, watched as changed, quiet, refuse_own_generators(objective):
         # Reentrant checkpointing says so of every pass that is made without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
         yield changed
@@ -141,7 +140,7 @@ def certify(
     _refuse_coupling_layers(objective)
     few = _few_records(objective, batch, size)
     room = max(size, capacity)
-    return clear_of_flips(POINTS, lambda point: _certified(objective, forms, few, room, point))
+    return retry_near_misses(POINTS, lambda point: _certified(objective, forms, few, room, point))
 
 
 def _certified(
@@ -149,8 +148,8 @@ def _certified(
 ) -> Certificate:
     """Certify at one point; a near miss is an answer at the last one only."""
     why_not: dict[str, str] = {}
-    with comparable(objective, point):
-        objective, oracle = consulted(objective, few)
+    with probe_at(objective, point):
+        objective, oracle = consult_finding_buffers(objective, few)
         evidence = Evidence(oracle.precision)
         if oracle.count == 0:
             together = Passes(objective, oracle).losses(few, records.count(few))
@@ -198,7 +197,7 @@ def _few_records(objective: Objective, batch: Batch, size: int) -> Batch:
     """A few records that the loss accepts, different ones if it can be."""
     few = distinct_records(batch, size)
     try:
-        with comparable(objective, None), WithoutRandomness() as neutral, torch.enable_grad():
+        with probe_at(objective, None), WithoutRandomness() as neutral, torch.enable_grad():
             neutral.calling(objective.loss)(few)
     except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
         return own_records(batch, size)
@@ -229,26 +228,27 @@ def _certify_at(
     if form.replays:
         sites = _certify_sites(objective, oracle, largest, evidence)
         period = period_of(
-            oracle, lambda batch, n: replaying(sites, n)(objective, batch)[0], largest, multiple
+            oracle, lambda batch, n: replays_of(sites, n)(objective, batch)[0], largest, multiple
         )
     run = form.start(oracle.precision)
 
-    def alone(batch: Batch, n: int) -> Gradients:
+    def without_draws(batch: Batch, n: int) -> AnyGradients:
         try:
-            with WithoutRandomness() as neutral, objective.rewound():
-                settled = replace(objective, loss=neutral.calling(objective.loss))
-                return run(settled, batch, in_turn(n), sites)
+            with WithoutRandomness() as neutral, objective.rewind_buffers():
+                drawless = replace(objective, loss=neutral.calling(objective.loss))
+                return run(drawless, batch, in_turn(n), Replaying(sites, n))
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(reason_of(error)) from error
 
     if form.compiles:
-        run(objective, oracle.probe(largest), in_turn(largest, period=period), sites)
+        slots, guide = in_turn(largest, period=period), Replaying(sites, largest)
+        run(objective, oracle.probe(largest), slots, guide)
     elif form is not traced:
-        wrong = compare(alone(oracle.probe(oracle.count), oracle.count), oracle, evidence)
+        wrong = compare(without_draws(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
             raise refusal(wrong)
         if not form.replays and not form.alone:
-            period = period_of(oracle, alone, largest, multiple)
+            period = period_of(oracle, without_draws, largest, multiple)
     return run, sites, period
 
 
@@ -279,7 +279,7 @@ def _certify_sites(
         except Ambiguous as reason:
             last = str(reason)
             continue
-        wrong = replayed(objective, oracle, sites, largest, evidence)
+        wrong = compare_replay(objective, oracle, sites, largest, evidence)
         if wrong:
             raise refusal(wrong, "in a larger batch ")
         for draws in RARE_DRAWS if oracle.drew else ():
@@ -289,14 +289,14 @@ def _certify_sites(
     raise NotCovered(f"no dimension could be told to be the batch: {last}")
 
 
-def replayed(
+def compare_replay(
     objective: Objective, oracle: Oracle, sites: tuple[Site, ...], size: int, evidence: Evidence
 ) -> dict[str, float]:
     """The parameters whose gradients are off in a batch of `size`, and by how much.
 
     Beside other records a record's gradient must stay what it is: the way back may mix as well.
     """
-    run, batch = replaying(sites, size), oracle.probe(size)
+    run, batch = replays_of(sites, size), oracle.probe(size)
     quiet = run(objective, batch)
     wrong = compare(quiet[0], oracle, evidence)
     if _nearly_right(wrong):
@@ -322,7 +322,7 @@ def _sites(
         wrong: dict[str, float] = {}
         for size in (first, second):
             guide = Probing(size, flipped)
-            gradients, _ = attempt(objective, oracle.probe(size), size, guide)
+            gradients, _ = trace_probe(objective, oracle.probe(size), size, guide)
             found.append(tuple(guide.sites))
             wrong |= compare(gradients, oracle, evidence)
         if found[0] != found[1]:
@@ -357,13 +357,13 @@ def _refuse_coupling_layers(objective: Objective) -> None:
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 raise Refused(
-                    f"{named(name)} is a {type(child).__name__} in training mode, which "
+                    f"{layer_called(name)} is a {type(child).__name__} in training mode, which "
                     "normalises each record by the others, so no bound on one record exists; call "
                     "hushgrad.replace_batchnorm(model), or eval() that layer"
                 )
             if type(child).__module__.startswith("torch.ao.nn.quantized.dynamic"):
                 raise Refused(
-                    f"{named(name)} is a dynamically quantised {type(child).__name__}, "
+                    f"{layer_called(name)} is a dynamically quantised {type(child).__name__}, "
                     "which scales each record by the range of the others, so no bound on one "
                     "record exists; use the layer that it was made from"
                 )

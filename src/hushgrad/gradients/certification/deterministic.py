@@ -196,7 +196,7 @@ def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def randomly_perturbed(params: Params, by: float = 0.05, *, seed: int = 0) -> Iterator[None]:
+def perturb_randomly(params: Params, by: float = 0.05, *, seed: int = 0) -> Iterator[None]:
     """Move every parameter a little for the length of the block, then put its own tensor back.
 
     At an initialisation with zeros (a last layer, LoRA's second factor) gradients vanish and a

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.types import Refused
 
 _WORDS = 624  # a Mersenne twister's state, in 32-bit words
@@ -77,7 +77,7 @@ _OWN = (random.Random, np.random.RandomState, np.random.Generator, np.random.Bit
 
 
 @contextmanager
-def own_generators_unused(objective: Objective) -> Iterator[None]:
+def refuse_own_generators(objective: Objective) -> Iterator[None]:
     """Refuse a loss that draws from a generator of its own, other than torch's.
 
     Certification sets torch's draws one by one, at extremes too, but cannot set these.
@@ -101,11 +101,11 @@ def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
 
 def _own_generators(objective: Objective) -> list[Any]:
     children = [m for module in objective.modules for m in module.modules()]
-    found = [*held_by(objective.loss)]
+    found = [*references_of(objective.loss)]
     for child in children:
         found += vars(child).values()
         if not type(child).__module__.startswith("torch."):
-            found += held_by(type(child).forward)
+            found += references_of(type(child).forward)
     inner = [x for held in found for x in _inside(held)]
     own = {id(x): x for x in map(_behind, [*found, *inner]) if isinstance(x, _OWN)}
     return [x for x in own.values() if not any(x is common for common in _GLOBAL)]

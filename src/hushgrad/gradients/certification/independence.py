@@ -13,7 +13,7 @@ from hushgrad.batches.records import MULTIPLE, count, cut, padded_size, take
 from hushgrad.gradients.certification.deterministic import STRATA, Seed, WithoutRandomness
 from hushgrad.gradients.certification.oracle import Evidence, Oracle, view
 from hushgrad.gradients.comparison import Precision
-from hushgrad.gradients.forms.traced import checked_losses
+from hushgrad.gradients.forms.traced import require_losses
 from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import (
@@ -55,8 +55,8 @@ class Passes:
     def run(self, batch: Batch, size: int) -> PassResult:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
-        with torch.enable_grad(), neutral, self.objective.rewound():
-            losses = checked_losses(neutral.calling(self.objective.loss)(batch), size).detach()
+        with torch.enable_grad(), neutral, self.objective.rewind_buffers():
+            losses = require_losses(neutral.calling(self.objective.loss)(batch), size).detach()
         return PassResult(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:

@@ -14,13 +14,13 @@ from hushgrad.gradients.certification.deterministic import (
     MEDIAN,
     RandomDraws,
     WithoutRandomness,
-    randomly_perturbed,
+    perturb_randomly,
 )
 from hushgrad.gradients.comparison import COARSE, FINE, Precision, norm_of
-from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients.forms.choices import AnyGradients
 from hushgrad.gradients.forms.loop import one_record
-from hushgrad.gradients.guards import guarded, restored
-from hushgrad.gradients.objective import Objective, named
+from hushgrad.gradients.guards import restored
+from hushgrad.gradients.objective import Objective, layer_called
 from hushgrad.gradients.probes import irregular
 from hushgrad.parallel.single import no_wrapper_called
 from hushgrad.types import Batch, Refused
@@ -106,7 +106,7 @@ def view(objective: Objective, few: Batch, draws: RandomDraws) -> Oracle:
 
 def _consult(objective: Objective, few: Batch, draws: RandomDraws, backward: bool) -> Oracle:
     neutral = WithoutRandomness(draws)
-    with neutral, guarded(objective.params, objective.modules, objective.free_buffers):
+    with neutral, objective.guard_pass():
         alone, wrote = _each_alone(objective, few, backward, neutral)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
@@ -141,7 +141,7 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
 
 def _blurred(objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
-    shift = randomly_perturbed(objective.params, by=torch.finfo(dtype).eps / 2)
+    shift = perturb_randomly(objective.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.draws) as neutral:
         shifted, _ = _each_alone(objective, oracle.records, backward, neutral)
     off = off_loss = 0.0
@@ -182,13 +182,12 @@ def _blocked(objective: Objective) -> str:
     for module in objective.modules:
         for name, child in module.named_modules():
             if type(child).__module__.startswith("torch.ao.nn.quantized"):
-                return (
-                    f" ({named(name)} is a quantised {type(child).__name__}, which passes none on)"
-                )
+                layer = f"{layer_called(name)} is a quantised {type(child).__name__}"
+                return f" ({layer}, which passes none on)"
     return ""
 
 
-def compare(gradients: Gradients, oracle: Oracle, evidence: Evidence) -> dict[str, float]:
+def compare(gradients: AnyGradients, oracle: Oracle, evidence: Evidence) -> dict[str, float]:
     """The parameters whose gradients are off, and by how much; if none, add to the evidence."""
     exact = oracle.norms
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
@@ -212,7 +211,7 @@ def _worst(off: Tensor) -> float:
     return float(off.abs().nan_to_num(nan=torch.inf).max())
 
 
-def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
+def _ratio(gradients: AnyGradients, total: Tensor, which: str) -> Tensor:
     """The norms of the records' whole gradients, as multiples of the exact ones."""
     parts = [getattr(square, which) for square in gradients.squares.values()]
     norms = torch.stack(parts).sum(0).clamp_min(0).sqrt().cpu()
@@ -220,7 +219,7 @@ def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
 
 
 def _vector_errors(
-    gradients: Gradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
+    gradients: AnyGradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
 ) -> dict[str, float]:
     """Compare the gradients themselves: one random combination of all of them tells."""
     weights = torch.from_numpy(np.random.default_rng(1).standard_normal(gradients.batch))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hushgrad.batches.records import take
 from hushgrad.gradients.certification.oracle import Oracle
-from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients.forms.choices import AnyGradients
 from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.probes import variations
 from hushgrad.types import Batch, NotCovered
 
-PassOver = Callable[[Batch, int], Gradients]
+PassOver = Callable[[Batch, int], AnyGradients]
 """A pass over a batch of so many records."""
 
 _MOST_RECORDS = 16  # different ones; a few outputs of four were seen to agree where others do not
@@ -48,7 +48,7 @@ def period_of(oracle: Oracle, run: PassOver, largest: int, multiple: int) -> int
     )
 
 
-def _several(oracle: Oracle, count: int, run: Callable[[Batch], Gradients]) -> Batch:
+def _several(oracle: Oracle, count: int, run: Callable[[Batch], AnyGradients]) -> Batch:
     """The oracle's records, and variations of them if the model takes those."""
     own = take(oracle.records, [i % oracle.count for i in range(count)])
     if count == oracle.count:
@@ -93,6 +93,6 @@ def _keep_their_bits(
     raise AssertionError("a cycle does not end")
 
 
-def _made_of(gradients: Gradients) -> list[Tensor]:
+def _made_of(gradients: AnyGradients) -> list[Tensor]:
     norms = [square.estimate for square in gradients.squares.values()]
     return [gradients.losses, *norms, *gradients.held()]

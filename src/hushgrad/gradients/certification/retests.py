@@ -10,12 +10,12 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.certify import (
     POINTS,
     Certificate,
-    clear_of_flips,
-    comparable,
+    compare_replay,
+    probe_at,
     refusal,
-    replayed,
+    retry_near_misses,
 )
-from hushgrad.gradients.certification.generators import own_generators_unused
+from hushgrad.gradients.certification.generators import refuse_own_generators
 from hushgrad.gradients.certification.independence import (
     SOME_SEEDS,
     Passes,
@@ -23,8 +23,7 @@ from hushgrad.gradients.certification.independence import (
     check_independence,
 )
 from hushgrad.gradients.certification.oracle import consult
-from hushgrad.gradients.guards import guarded
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.gradients.probes import distinct_records
 from hushgrad.types import Batch, Refused
 
@@ -62,10 +61,8 @@ def _look(certificate: Certificate, objective: Objective, batch: Batch, rows: in
     """Do a few records still not meet, in a pass of so many rows? Forward passes only."""
     size = records.count(batch)
     few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
-    watched = guarded(
-        objective.params, objective.modules, objective.free_buffers, held_by(objective.loss)
-    )
-    with torch.random.fork_rng(), own_generators_unused(objective), watched:
+    watched = objective.guard_pass(references_of(objective.loss))
+    with torch.random.fork_rng(), refuse_own_generators(objective), watched:
         precision = certificate.evidence.precision
         _refuse_moved(
             certificate, check_briefly(objective, few, rows, precision, certificate.steps)
@@ -87,13 +84,13 @@ def _retest(
     def at(point: int | None) -> None:
         _retest_at(certificate, objective, few, rows, point)
 
-    clear_of_flips(points, at)
+    retry_near_misses(points, at)
 
 
 def _retest_at(
     certificate: Certificate, objective: Objective, few: Batch, rows: int, point: int | None
 ) -> None:
-    with comparable(objective, point):
+    with probe_at(objective, point):
         oracle = consult(objective, few)
         if oracle.count == 0:
             return
@@ -101,6 +98,6 @@ def _retest_at(
         passes = Passes(objective, oracle)
         _refuse_moved(certificate, check_independence(passes, [rows], certificate.evidence, seeds))
         if certificate.form.replays:
-            wrong = replayed(objective, oracle, certificate.sites, rows, certificate.evidence)
+            wrong = compare_replay(objective, oracle, certificate.sites, rows, certificate.evidence)
             if wrong:
                 raise refusal(wrong, "in a larger batch ")

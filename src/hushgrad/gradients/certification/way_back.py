@@ -28,18 +28,18 @@ from hushgrad.gradients.errors import without_numbers
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.guards import guarded, same_bits
+from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced
 from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
 from hushgrad.types import Batch, Loss, NotCovered, Refused
 
-Attempt = Callable[[Objective, Batch], tuple[Gradients, int]]
+ProbePass = Callable[[Objective, Batch], tuple[Gradients, int]]
 """A pass over a batch of one size: the gradients, and a digest of the operations that ran."""
 
 
-def attempt(
+def trace_probe(
     objective: Objective,
     batch: Batch,
     size: int,
@@ -47,23 +47,25 @@ def attempt(
     draws: RandomDraws = MEDIAN,
 ) -> tuple[Gradients, int]:
     """A traced pass, and a digest of the operations that ran."""
-    watched = guarded(objective.params, objective.modules, objective.free_buffers)
     try:
-        with objective.rewound(), WithoutRandomness(draws) as neutral, watched:
-            loss = neutral.calling(objective.loss)
-            gradients = trace(loss, objective.params, batch, in_turn(size), guide)
-            return gradients, neutral.program
+        with (
+            objective.rewind_buffers(),
+            WithoutRandomness(draws) as neutral,
+            objective.guard_pass(),
+        ):
+            without_draws = replace(objective, loss=neutral.calling(objective.loss))
+            return trace(without_draws, batch, in_turn(size), guide), neutral.program
     except (Refused, Ambiguous, Unforeseen):
         raise
     except Exception as error:  # the plain forward pass worked: the fault is the form's
         raise NotCovered(reason_of(error)) from error
 
 
-def replaying(sites: tuple[Site, ...], size: int, draws: RandomDraws = MEDIAN) -> Attempt:
+def replays_of(sites: tuple[Site, ...], size: int, draws: RandomDraws = MEDIAN) -> ProbePass:
     """Traced passes that follow certified call sites."""
 
     def run(objective: Objective, batch: Batch) -> tuple[Gradients, int]:
-        return attempt(objective, batch, size, Replaying(sites, size), draws)
+        return trace_probe(objective, batch, size, Replaying(sites, size), draws)
 
     return run
 
@@ -81,7 +83,7 @@ def refuse_loud_gradients(
     They are loud on both ways: in what they are, and in the gradients that their losses send back.
     A few records do: what is loud is so in any batch.
     """
-    run, batch = replaying(sites, FEW, draws), oracle.probe(FEW)
+    run, batch = replays_of(sites, FEW, draws), oracle.probe(FEW)
     quiet = run(objective, batch)
     refuse_mixed_gradients(objective, _loud(batch, FEW), run, quiet, oracle.precision)
     refuse_mixed_gradients(objective, _nan(batch, FEW), run, quiet, oracle.precision)
@@ -94,7 +96,7 @@ def refuse_gradients_beside_copies(
 
     What all records have in common, such as a full length that needs no mask, all have there.
     """
-    run, batch, places = replaying(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
+    run, batch, places = replays_of(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
     quiet = run(objective, batch)
     for record in range(oracle.count):
         copies = take(oracle.records, [record] * FEW)
@@ -136,7 +138,7 @@ def _nan(batch: Batch, size: int) -> LoudBeside:
 def refuse_mixed_gradients(
     objective: Objective,
     beside: LoudBeside,
-    run: Attempt,
+    run: ProbePass,
     quiet: tuple[Gradients, int],
     precision: Precision,
 ) -> None:
@@ -165,7 +167,7 @@ class _Weighted:
 
 
 def _first_taken(
-    objective: Objective, kinds: list[LoudBatch], run: Attempt
+    objective: Objective, kinds: list[LoudBatch], run: ProbePass
 ) -> tuple[Gradients, int] | None:
     for others, factors in kinds:
         plain = bool((factors == 1).all())

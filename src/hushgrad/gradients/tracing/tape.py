@@ -82,7 +82,7 @@ class Tape:
         self.operands: tuple[Any, ...] = ()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def intercept(self) -> Iterator[None]:
         """Switch the parameters' classes, and give them back whatever happens."""
         private = _free_class()
         private.tapes.append(self)
@@ -274,7 +274,7 @@ class Tape:
                 self._hand_over(name, uses)
 
     @contextmanager
-    def handing_over(self, hand_over: HandOver) -> Iterator[None]:
+    def hand_uses_to(self, hand_over: HandOver) -> Iterator[None]:
         """For one backward pass, part with a parameter's uses as soon as all have come back.
 
         The pass may be repeated over the same graph. What comes back late is left to `finish`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hushgrad.gradients.certification.certify import Certificate
 from hushgrad.gradients.constants import constant, unwrap_constants
 from hushgrad.gradients.factors.gradients import Gradients, difference, require_factors
+from hushgrad.gradients.factors.kinds import Dense, OneHot, Outer
 from hushgrad.gradients.forms.choices import (
     AnyGradients,
     Form,
@@ -25,13 +26,19 @@ from hushgrad.gradients.taking import (
     per_sample,
     use_certificate,
 )
+from hushgrad.gradients.tracing.call import Call
+from hushgrad.gradients.tracing.rules.registry import operation, rule
 
 __all__ = [
     "AnyGradients",
+    "Call",
     "Certificate",
+    "Dense",
     "Form",
     "Gradients",
     "Objective",
+    "OneHot",
+    "Outer",
     "RecordValues",
     "auto",
     "certificate_for",
@@ -45,9 +52,11 @@ __all__ = [
     "gradients_of",
     "loop",
     "observe",
+    "operation",
     "per_sample",
     "recomputed",
     "require_factors",
+    "rule",
     "traced",
     "unwrap_constants",
     "use_certificate",

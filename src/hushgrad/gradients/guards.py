@@ -196,7 +196,8 @@ def _spelt(consumer: Any) -> str:
 def _consumed(name: str, consumer: str = "an operation") -> Refused:
     return NotCovered(
         f"{consumer} used the parameter {name} in an operation that hushgrad cannot intercept "
-        "(a custom autograd.Function or kernel?); write it with torch operations, or use form=loop"
+        "(a custom autograd.Function or kernel?); write it with torch operations, wrap it as "
+        "hushgrad.gradients.operation with a rule (hushgrad.gradients.rule), or use form=loop"
     )
 
 

@@ -15,6 +15,7 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.certify import Certificate
 from hushgrad.gradients.forms.choices import Form
 from hushgrad.gradients.objective import Objective, references_of
+from hushgrad.gradients.tracing.rules.registry import own_rules
 from hushgrad.types import Batch
 
 CacheKey = tuple[Hashable, ...]
@@ -77,6 +78,7 @@ def fingerprint(objective: Objective, forms: tuple[Form, ...], batch: Batch) -> 
         tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
         tuple([_value(x) for x in references_of(objective.loss)]),
         forms,
+        own_rules(),
         objective.idle,
         records.shapes(batch),
         autocast,

@@ -41,7 +41,8 @@ class Call:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]
     output: Place = field(init=False)
-    runs_again: bool = False  # set by the rule that repeats the operation on the way back
+    # Is the operation known to draw nothing, and to return a tensor of its own? Set by the rules.
+    trusted: bool = True
 
     def private(self, x: Any) -> bool:
         """Is this argument a private parameter, or a function of some?"""

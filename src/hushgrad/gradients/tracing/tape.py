@@ -127,10 +127,13 @@ class Tape:
     ) -> Tensor:
         args, kwargs = call.arguments
         saves = self._rules.on_records(call, name, args, kwargs)
-        before = _random_state(self.token.device) if call.runs_again else None
+        before = _random_state(self.token.device) if not call.trusted else None
         y = call.function(*self._plain(args), **self._plain(kwargs))
         if before is not None and not torch.equal(before, _random_state(self.token.device)):
-            raise NotCovered(f"no rule for {name}, which draws random numbers; {_REMEDY}")
+            raise NotCovered(
+                f"no rule can serve {name}, which draws random numbers that it would not see; "
+                f"{_REMEDY}"
+            )
         if not isinstance(y, Tensor):
             raise NotCovered(f"{name} on {', '.join(names)} returns several tensors; {_REMEDY}")
         (call.output,) = self._guide.outputs(name, names, inputs, [tuple(y.shape)])
@@ -144,7 +147,7 @@ class Tape:
                 f"{name} on {', '.join(names)} turns records into a tensor without "
                 f"records, so samples are mixed; {_MIXING}"
             )
-        if call.runs_again:  # it may keep its result, or return a view of an argument
+        if not call.trusted:  # it may keep its result, or return a view of an argument
             y = y.clone()
         elif y._is_view() and not writes_in_place(name):
             # As of a linear map in three dimensions: autograd would copy a tapped view's gradient.
@@ -254,6 +257,11 @@ class Tape:
         return derived
 
     def _keep(self, key: UseKey, operand: Tensor, factor: Use) -> None:
+        if type(operand) not in self.operands:
+            raise NotCovered(
+                "a rule yielded a factor of a tensor that is no private parameter; ask "
+                "call.private(x) of each argument, and yield the argument itself"
+            )
         if type(operand) is self._private:
             name = self._name_of[id(operand)]
             if name in self._handed_over:

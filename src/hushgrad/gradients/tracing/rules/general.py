@@ -17,7 +17,7 @@ def by_derivative(call: Call, name: str) -> Saves:
     """Any operation that treats each record alone, through `torch.func`; exact, materialised."""
     if writes_in_place(name):
         raise NotCovered(f"no rule for {name} with a parameter; use the form that is not in place")
-    call.runs_again = True
+    call.trusted = False
     leaves = tensors_in(call.arguments)
     operands = [x for x in leaves if call.private(x)]
     rest = [x for x in leaves if not call.private(x)]
@@ -48,7 +48,8 @@ def by_derivative(call: Call, name: str) -> Saves:
         except RuntimeError as error:
             raise NotCovered(
                 f"no rule for {name}, and torch.func cannot take its derivative record by record "
-                "(a custom kernel?); write it with torch operations, or use form=loop"
+                "(a custom kernel?); give it a rule (hushgrad.gradients.rule), write it with torch "
+                "operations, or use form=loop"
             ) from error
         for operand, dense in zip(operands, pulled, strict=True):
             yield operand, Dense(dense)

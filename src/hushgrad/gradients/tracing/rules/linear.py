@@ -15,7 +15,7 @@ from hushgrad.gradients.factors.kinds import Dense, Factor, Outer
 from hushgrad.gradients.factors.patches import convolution_factor, each, geometry
 from hushgrad.gradients.tracing.call import Call, Emitted, Saves
 from hushgrad.gradients.tracing.rules.arithmetic import sum_to
-from hushgrad.gradients.tracing.rules.registry import rule
+from hushgrad.gradients.tracing.rules.registry import torch_rule
 
 
 class _Linear(torch.autograd.Function):
@@ -46,7 +46,7 @@ def _is_own(call: Call, bias: Tensor | None) -> bool:
     return bias is None or call.private(bias)
 
 
-@rule("linear")
+@torch_rule("linear")
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Saves | None:
     if call.private(input):
         return None
@@ -66,7 +66,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return ((input,) if call.private(weight) else ()), emit
 
 
-@rule("addmm")
+@torch_rule("addmm")
 def addmm(
     call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Saves | None:
@@ -91,7 +91,7 @@ def addmm(
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
-@rule("matmul", "mm", "mv", "__matmul__")
+@torch_rule("matmul", "mm", "mv", "__matmul__")
 def matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     if call.private(input) and call.private(other):
         return None
@@ -118,12 +118,12 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     return (x,), emit
 
 
-@rule("__rmatmul__")
+@torch_rule("__rmatmul__")
 def reflected_matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     return matmul(call, other, input)
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@torch_rule("conv1d", "conv2d", "conv3d")
 def convolution(
     call: Call,
     input: Tensor,
@@ -140,7 +140,7 @@ def convolution(
     )
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@torch_rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(
     call: Call,
     input: Tensor,

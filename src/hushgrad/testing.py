@@ -17,9 +17,7 @@ from hushgrad.accounting import ACCOUNTANTS, PLD, gaussian, poisson
 from hushgrad.batches import records
 from hushgrad.clipping.rules import Clip
 from hushgrad.gradients import AnyGradients, Form, auto, per_sample
-from hushgrad.gradients.certification.deterministic import WithoutRandomness
-from hushgrad.gradients.comparison import COARSE, FINE
-from hushgrad.gradients.forms.loop import one_record
+from hushgrad.gradients.reference import COARSE, FINE, WithoutRandomness, one_record
 from hushgrad.rng import Rng
 from hushgrad.sampling import Scheme
 from hushgrad.types import Batch, Loss, Params, Refused, Relation

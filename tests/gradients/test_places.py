@@ -26,7 +26,7 @@ from hushgrad.gradients import (
     traced,
 )
 from hushgrad.gradients.factors import slots
-from hushgrad.gradients.guards import same_bits
+from hushgrad.numerics import same_bits
 from hushgrad.types import Refused
 
 LAST_BIT = 2.0**-23

@@ -23,8 +23,7 @@ from hushgrad.algorithms.algorithm import (
 from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
 from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored, unwrap_constants
 from hushgrad.noise import gaussian, release
 from hushgrad.points import Values, norm, point, swapped
 from hushgrad.run.step import Part, StepContext, Summand, gradient_of

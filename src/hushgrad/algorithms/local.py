@@ -29,9 +29,7 @@ from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.events import PureDpEvent, repeated
 from hushgrad.gradients import Gradients, require_factors
-from hushgrad.gradients.factors.gradients import Factors
-from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
+from hushgrad.gradients.factors import Dense, Factors, in_turn
 from hushgrad.noise import gaussian, release, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.run.step import StepContext

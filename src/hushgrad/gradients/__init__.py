@@ -16,7 +16,7 @@ from hushgrad.gradients.forms.choices import (
     recomputed,
     traced,
 )
-from hushgrad.gradients.guards import check_optimizer, check_parameters
+from hushgrad.gradients.guards import check_optimizer, check_parameters, restored
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.observed import RecordValues, observe
 from hushgrad.gradients.taking import (
@@ -56,6 +56,7 @@ __all__ = [
     "per_sample",
     "recomputed",
     "require_factors",
+    "restored",
     "rule",
     "traced",
     "unwrap_constants",

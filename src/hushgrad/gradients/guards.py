@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hushgrad.numerics import same_bits
 from hushgrad.parallel.single import spread
 from hushgrad.types import NotCovered, Params, Refused
 
@@ -284,17 +285,6 @@ def undo_on_failure(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _identities(buffers: Any) -> dict[str, int]:
     """Of a dictionary, or what a scripted module has in its place."""
     return {name: id(b) for name, b in buffers.items()}
-
-
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Are two tensors equal, nan included?"""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if torch.equal(x, y):
-        return True
-    if not (x.is_floating_point() or x.is_complex()):
-        return False
-    return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 # --- what may be private ------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import guard_pass, restored, same_bits
+from hushgrad.gradients.guards import guard_pass, restored
 from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 RecordValues = Callable[[Batch], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.sampling import Loader

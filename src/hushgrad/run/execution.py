@@ -18,15 +18,15 @@ from hushgrad.gradients import (
     AnyGradients,
     Form,
     Gradients,
+    Objective,
     auto,
     certificate_for,
     compiled,
     per_sample,
+    restored,
+    unwrap_constants,
     use_certificate,
 )
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import restored
-from hushgrad.gradients.objective import Objective
 from hushgrad.types import Batch, EagerWeights, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256

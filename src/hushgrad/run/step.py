@@ -14,8 +14,7 @@ from hushgrad.clipping.aggregate import aggregate, piece_error, together
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip, automatic
-from hushgrad.gradients import AnyGradients
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import AnyGradients, restored
 from hushgrad.noise import Noise, release
 from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng

@@ -11,8 +11,9 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.certification.oracle import Oracle, consult
 from hushgrad.gradients.forms.traced import require_losses
-from hushgrad.gradients.guards import WatchedKey, refuse_written, restored, same_bits
+from hushgrad.gradients.guards import WatchedKey, refuse_written, restored
 from hushgrad.gradients.objective import Objective
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 

@@ -14,7 +14,6 @@ from hushgrad.gradients.certification.deterministic import STRATA, Seed, Without
 from hushgrad.gradients.certification.oracle import Evidence, Oracle, view
 from hushgrad.gradients.comparison import Precision
 from hushgrad.gradients.forms.traced import require_losses
-from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import (
     beside_nan,
@@ -23,6 +22,7 @@ from hushgrad.gradients.probes import (
     replaced,
     variations,
 )
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 # A model may mix its records in some draws only. The extremes are the least and the largest that a

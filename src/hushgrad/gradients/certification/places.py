@@ -17,8 +17,8 @@ from torch import Tensor
 from hushgrad.batches.records import take
 from hushgrad.gradients.certification.oracle import Oracle
 from hushgrad.gradients.forms.choices import AnyGradients
-from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.probes import variations
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, NotCovered
 
 PassOver = Callable[[Batch, int], AnyGradients]

@@ -28,11 +28,11 @@ from hushgrad.gradients.errors import without_numbers
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced
 from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Refused
 
 ProbePass = Callable[[Objective, Batch], tuple[Gradients, int]]

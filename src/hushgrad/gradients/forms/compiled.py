@@ -32,11 +32,10 @@ from hushgrad.gradients.factors.held import Stacked
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import beside_others, replaced
 from hushgrad.gradients.tracing.call_sites import Replaying, Site, Unforeseen
-from hushgrad.numerics import exact_products
+from hushgrad.numerics import exact_products, same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ out first and pulled through the function's own graph."""
 class Operands(Protocol):
     """What a rule may ask of the pass that its call belongs to."""
 
-    operands: tuple[Any, ...]
+    kinds: tuple[Any, ...]
 
     def value(self, operand: Tensor) -> Tensor:
         """The operand as a plain tensor without a graph."""
@@ -35,7 +35,7 @@ class Operands(Protocol):
 class Call:
     """One intercepted operation on a batch, as its rule sees it."""
 
-    tape: Operands
+    operands: Operands
     function: Callable[..., Any]  # a rule may put one in its place that gives the same result
     batch: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,7 +46,11 @@ class Call:
 
     def private(self, x: Any) -> bool:
         """Is this argument a private parameter, or a function of some?"""
-        return type(x) in self.tape.operands
+        return type(x) in self.operands.kinds
+
+    def value(self, operand: Tensor) -> Tensor:
+        """A private argument as a plain tensor without a graph."""
+        return self.operands.value(operand)
 
     def layout(self, x: Tensor) -> Layout | None:
         """Where the records are in this argument."""

@@ -23,7 +23,7 @@ def _arithmetic(
     where = None if call.private(other) else call.layout(other)
     if where is None:
         return None
-    value = call.tape.value(operand)
+    value = call.value(operand)
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         g = call.out.split(gradient, call.batch)

@@ -22,7 +22,7 @@ def by_derivative(call: Call, name: str) -> Saves:
     operands = [x for x in leaves if call.private(x)]
     rest = [x for x in leaves if not call.private(x)]
     layouts = [call.layout(x) for x in rest]
-    values = [call.tape.value(x) for x in operands]
+    values = [call.value(x) for x in operands]
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         g = call.out.split(gradient, call.batch)

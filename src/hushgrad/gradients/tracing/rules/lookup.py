@@ -145,7 +145,7 @@ def fixed_lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Back] | No
         rows = reached.materialised().reshape(call.batch, -1, weight.shape[1])
         return [(weight, factor(index.flatten().expand(call.batch, -1), rows))]
 
-    return F.embedding(index, call.tape.value(weight)), back
+    return F.embedding(index, call.value(weight)), back
 
 
 def _picks_rows(input: Tensor, index: Any) -> bool:

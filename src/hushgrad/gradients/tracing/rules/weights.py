@@ -58,7 +58,7 @@ def back(call: Call, name: str, result: Tensor) -> Back | None:
     args, kwargs = call.arguments
     bare = name.strip("_")
     if call.private(args[0] if args else None):
-        value = call.tape.value(args[0])
+        value = call.value(args[0])
         if (name in _CASTS and result.shape == value.shape) or _same_rows(result, value):
             return lambda factor: [(args[0], _shaped(factor, value))]
         start = first_row(result, value)
@@ -113,7 +113,7 @@ def _product(
 
 
 def _value(call: Call, x: Any) -> Any:
-    return call.tape.value(x) if call.private(x) else x
+    return call.value(x) if call.private(x) else x
 
 
 def _same_rows(result: Tensor, value: Tensor) -> bool:

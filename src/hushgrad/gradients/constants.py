@@ -78,10 +78,10 @@ def unwrap_constants(batch: Batch) -> tuple[Batch, BatchStructure]:
 
     Anything but tensors, `None`, constants and containers of them is refused.
     """
-    return _opened(batch, "batch")
+    return _open(batch, "batch")
 
 
-def _opened(tree: Any, name: str) -> tuple[Any, BatchStructure]:
+def _open(tree: Any, name: str) -> tuple[Any, BatchStructure]:
     if isinstance(tree, Constant):
         return tree.value, _form(tree.value)
     if tree is None or is_leaf(tree):
@@ -97,7 +97,7 @@ def _opened(tree: Any, name: str) -> tuple[Any, BatchStructure]:
         )
     values, forms = [], []
     for label, part in parts:
-        value, form = _opened(part, name + label)
+        value, form = _open(part, name + label)
         values.append(value)
         forms.append((label, form))
     return rebuilt(tree, values), (type(tree), *forms)

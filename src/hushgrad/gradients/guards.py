@@ -73,19 +73,21 @@ def guard_pass(
         yield
         for key, p in trained.items():
             if p.grad is not None:
-                raise _consumed(key[1]) if key[0] == PRIVATE else _stranger(key[1])
+                raise (
+                    _unseen_use_refusal(key[1]) if key[0] == PRIVATE else _stranger_refusal(key[1])
+                )
         now, buffers = _state(params, modules)
         after = _marks(now | buffers)
         if after != before:
             for key in before.keys() | after.keys():
                 if key not in free and before.get(key) != after.get(key):
-                    raise refuse_written(key)
+                    raise write_refusal(key)
         for key, x in kept.items():
             if _version(x) != versions[key]:
-                raise _remembered(key)
+                raise _memory_refusal_of(key)
             # A write through `.data` leaves no other mark.
             if not all(map(same_bits, _digest(x), digests[key])):
-                raise refuse_written(key) if key in before else _remembered(key)
+                raise write_refusal(key) if key in before else _memory_refusal_of(key)
     finally:
         for key, p in trained.items():
             p.grad = gradients[key]
@@ -134,7 +136,7 @@ def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> Watched:
 _HELD = -2
 
 
-def _remembered(key: WatchedKey) -> Refused:
+def _memory_refusal_of(key: WatchedKey) -> Refused:
     return Refused(
         f"the forward pass wrote {key[1]}, and what it keeps there reaches the records of later "
         "batches; compute each record's loss from that record and the parameters alone, and make a "
@@ -157,9 +159,11 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
         if id(leaf) not in expected:
             made_from = leaf.__dict__.get("names", ())
             if id(leaf) in names or made_from:
-                raise _consumed(names.get(id(leaf), ", ".join(made_from)), _spelt(consumer))
+                raise _unseen_use_refusal(
+                    names.get(id(leaf), ", ".join(made_from)), _name_of_consumer(consumer)
+                )
             if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
-                raise _stranger(_unnamed(leaf))
+                raise _stranger_refusal(_shape_in_words(leaf))
             others.append(weakref.ref(leaf))
     return others
 
@@ -172,7 +176,7 @@ def refuse_kept(leaves: Iterable[Reference]) -> None:
         kept = leaf()
         if kept is not None:
             kept.grad = None
-            raise _stranger(_unnamed(kept))
+            raise _stranger_refusal(_shape_in_words(kept))
 
 
 def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -190,11 +194,11 @@ def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
         stack += [(following, node) for following, _ in node.next_functions]
 
 
-def _spelt(consumer: Any) -> str:
+def _name_of_consumer(consumer: Any) -> str:
     return "the loss" if consumer is None else str(consumer.name()).removesuffix("Backward")
 
 
-def _consumed(name: str, consumer: str = "an operation") -> Refused:
+def _unseen_use_refusal(name: str, consumer: str = "an operation") -> Refused:
     return NotCovered(
         f"{consumer} used the parameter {name} in an operation that hushgrad cannot intercept "
         "(a custom autograd.Function or kernel?); write it with torch operations, wrap it as "
@@ -202,21 +206,21 @@ def _consumed(name: str, consumer: str = "an operation") -> Refused:
     )
 
 
-def _unnamed(leaf: Tensor) -> str:
+def _shape_in_words(leaf: Tensor) -> str:
     """A parameter by its shape; of another tensor that would tell the size of the batch."""
     if isinstance(leaf, nn.Parameter):
         return f"of shape {tuple(leaf.shape)}"
     return f"(a tensor of {leaf.dim()} dimensions that requires a gradient)"
 
 
-def _stranger(name: str) -> Refused:
+def _stranger_refusal(name: str) -> Refused:
     return Refused(
         f"the loss also trains the parameter {name}, which is not among the private parameters; "
         "add it to params, or freeze it with requires_grad_(False)"
     )
 
 
-def refuse_written(key: WatchedKey) -> Refused:
+def write_refusal(key: WatchedKey) -> Refused:
     """The refusal of a tensor that the forward pass wrote."""
     return Refused(
         f"the forward pass wrote {key[1]}, which then leaves without noise through the state dict; "

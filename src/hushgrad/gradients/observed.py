@@ -13,7 +13,7 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import guard_pass, restored
-from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.gradients.probes import beside_others, replaced_places
 from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
@@ -42,16 +42,16 @@ def observe(
         if test:
             _check_independence(values, whole, modules)
         with restored({}, modules):
-            return _called(values, whole, padded)[:size]
+            return _call_values(values, whole, padded)[:size]
 
 
 def _check_independence(values: RecordValues, batch: Batch, modules: Sequence[nn.Module]) -> None:
     size = records.count(batch)
-    places = replaced(size)
+    places = replaced_places(size)
 
     def kept(batch: Batch) -> Tensor:
         with WithoutRandomness() as neutral, restored({}, modules):
-            return _called(neutral.calling(values), batch, size)[~places]
+            return _call_values(neutral.choosing_draws(values), batch, size)[~places]
 
     expected, found = kept(batch), [kept(beside_others(batch, places, loud=False))]
     # Loud records show a coupling that a yes or no would hide; a function may refuse them.
@@ -64,7 +64,7 @@ def _check_independence(values: RecordValues, batch: Batch, modules: Sequence[nn
         )
 
 
-def _called(values: RecordValues, batch: Batch, size: int) -> Tensor:
+def _call_values(values: RecordValues, batch: Batch, size: int) -> Tensor:
     found = values(batch)
     if not isinstance(found, Tensor) or found.shape != (size,):
         # Not by its shape, which would tell the size of the batch.

@@ -140,10 +140,12 @@ def certify(
     _refuse_coupling_layers(objective)
     few = _few_records(objective, batch, size)
     room = max(size, capacity)
-    return retry_near_misses(POINTS, lambda point: _certified(objective, forms, few, room, point))
+    return retry_near_misses(
+        POINTS, lambda point: _certify_near(objective, forms, few, room, point)
+    )
 
 
-def _certified(
+def _certify_near(
     objective: Objective, forms: Sequence[Form], few: Batch, size: int, point: int
 ) -> Certificate:
     """Certify at one point; a near miss is an answer at the last one only."""
@@ -198,7 +200,7 @@ def _few_records(objective: Objective, batch: Batch, size: int) -> Batch:
     few = distinct_records(batch, size)
     try:
         with probe_at(objective, None), WithoutRandomness() as neutral, torch.enable_grad():
-            neutral.calling(objective.loss)(few)
+            neutral.choosing_draws(objective.loss)(few)
     except Exception:  # a variation was no record, or the batch's own are at fault, and will tell
         return own_records(batch, size)
     return few
@@ -235,7 +237,7 @@ def _certify_at(
     def without_draws(batch: Batch, n: int) -> AnyGradients:
         try:
             with WithoutRandomness() as neutral, objective.rewind_buffers():
-                drawless = replace(objective, loss=neutral.calling(objective.loss))
+                drawless = replace(objective, loss=neutral.choosing_draws(objective.loss))
                 return run(drawless, batch, in_turn(n), Replaying(sites, n))
         except Exception as error:  # the plain forward pass worked: another form may do
             raise NotCovered(reason_of(error)) from error

@@ -37,7 +37,7 @@ class WithoutRandomness(TorchDispatchMode):
     """Replace every random draw by what `draws` says: by its median, dropout keeps all.
 
     A mode at this level also sees draws inside backward passes and recomputed activations. Python's
-    and NumPy's generators it sees in the losses that are called by `calling`.
+    and NumPy's generators it sees in the losses that are called by `choosing_draws`.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
     `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
@@ -48,7 +48,7 @@ class WithoutRandomness(TorchDispatchMode):
         self.narrowest, self.drew, self.program = torch.float64, False, 0
         self._number = 0  # of the draw
 
-    def calling(self, loss: Loss) -> Loss:
+    def choosing_draws(self, loss: Loss) -> Loss:
         """The loss, with Python's and NumPy's draws chosen for each call, all calls alike.
 
         Not for longer than a call: others draw from these generators, too.
@@ -72,12 +72,12 @@ class WithoutRandomness(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.program = hash((self.program, func))
-        result = self._drawn(func, args, kwargs or {})
+        result = self._run_or_draw(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
             self.narrowest = min(self.narrowest, result.dtype, key=lambda t: t.itemsize)
         return result
 
-    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_or_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         own = kwargs.pop("generator", None)

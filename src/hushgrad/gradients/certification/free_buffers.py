@@ -11,7 +11,7 @@ from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.certification.oracle import Oracle, consult
 from hushgrad.gradients.forms.traced import require_losses
-from hushgrad.gradients.guards import WatchedKey, refuse_written, restored
+from hushgrad.gradients.guards import WatchedKey, restored, write_refusal
 from hushgrad.gradients.objective import Objective
 from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
@@ -49,12 +49,12 @@ def _free_buffers(objective: Objective, few: Batch) -> frozenset[WatchedKey]:
     for key in frozenset().union(*written_by):
         same = all(key in one and same_bits(one[key], first[key]) for one in written_by)
         if key not in buffers or not same:
-            raise refuse_written(key)
+            raise write_refusal(key)
     return frozenset(first)
 
 
 def _writes_of(objective: Objective, batch: Batch) -> dict[WatchedKey, Tensor]:
     watched = restored(objective.params, objective.modules)
     with watched as changed, torch.enable_grad(), WithoutRandomness() as neutral:
-        require_losses(neutral.calling(objective.loss)(batch), records.count(batch))
+        require_losses(neutral.choosing_draws(objective.loss)(batch), records.count(batch))
     return changed

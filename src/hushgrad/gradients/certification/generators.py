@@ -27,9 +27,9 @@ class GlobalGenerators:
 
     def start(self, quantile: float | None, seed: int) -> None:
         """Let the next draws be this quantile, or what follows from the seed."""
-        words = _words(quantile, seed)
-        random.setstate((3, (*words, 0), None))
-        np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
+        python, numpy_ = _states(quantile, seed)
+        random.setstate(python)
+        np.random.set_state(numpy_)
 
     def moved(self) -> bool:
         """Was anything drawn since the start? Both then stood at the state's first word."""
@@ -44,6 +44,12 @@ class GlobalGenerators:
 
 
 @functools.lru_cache(maxsize=256)
+def _states(quantile: float | None, seed: int) -> tuple[Any, Any]:
+    """What Python's and NumPy's generators are set to; kept, since to build it takes longer."""
+    words = _words(quantile, seed)
+    return (3, (*words, 0), None), ("MT19937", np.array(words, np.uint32), 0, 0, 0.0)
+
+
 def _words(quantile: float | None, seed: int) -> tuple[int, ...]:
     """A state whose first outputs are the quantile, each a 32-bit share of it."""
     generator = random.Random(seed)
@@ -86,10 +92,10 @@ def refuse_own_generators(objective: Objective) -> Iterator[None]:
     try:
         yield
     finally:  # also of a refusal it may be the reason
-        _refuse_moved(before)
+        _refuse_draws(before)
 
 
-def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
+def _refuse_draws(before: list[tuple[Any, str | None]]) -> None:
     for generator, state in before:
         if state is None or _state_of(generator) != state:
             raise Refused(

@@ -114,7 +114,7 @@ def _consult(objective: Objective, few: Batch, draws: RandomDraws, backward: boo
     oracle = Oracle(kept, losses, gradients, COARSE, draws, neutral.drew, wrote)
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
-    precision = _blurred(objective, oracle, neutral.narrowest, backward)
+    precision = _blur_precision(objective, oracle, neutral.narrowest, backward)
     return replace(oracle, precision=precision)
 
 
@@ -125,7 +125,7 @@ def _each_alone(
     objective: Objective, few: Batch, backward: bool, neutral: WithoutRandomness
 ) -> tuple[Alone, bool]:
     """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
-    alone, wrote, loss = [], False, neutral.calling(objective.loss)
+    alone, wrote, loss = [], False, neutral.choosing_draws(objective.loss)
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
         with restored(objective.params, objective.modules) as changed, no_wrapper_called():
@@ -139,7 +139,9 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
     return all(bool(x.isfinite().all()) for x in (loss, *gradient.values()) if x is not None)
 
 
-def _blurred(objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
+def _blur_precision(
+    objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool
+) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
     shift = perturb_randomly(objective.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.draws) as neutral:
@@ -171,13 +173,13 @@ def refuse_unreached(objective: Objective, oracle: Oracle) -> None:
         if name not in objective.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
                 f"the parameter {name} is trainable but on no path to the loss"
-                f"{_blocked(objective)}; "
+                f"{_blocking_layer(objective)}; "
                 "freeze it with requires_grad_(False) or, if only some records reach it (an "
                 "expert), name it in idle, hg.Execution(idle=(…,)), to give it zero plus noise"
             )
 
 
-def _blocked(objective: Objective) -> str:
+def _blocking_layer(objective: Objective) -> str:
     """A quantised layer, whose kernel has no derivative, is a likely reason."""
     for module in objective.modules:
         for name, child in module.named_modules():

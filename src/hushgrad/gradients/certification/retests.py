@@ -51,25 +51,25 @@ def retest(certificate: Certificate, objective: Objective, batch: Batch, rows: i
         few = distinct_records(batch, records.count(batch), most=2)
         _retest(certificate, objective, few, rows, [None, *POINTS[1:]])
     elif rows not in certificate.sizes:
-        _look(certificate, objective, batch, rows)
+        _look_briefly(certificate, objective, batch, rows)
     elif step % LONGEST_GAP == 0:
-        _look(certificate, objective, batch, 2 * records.MULTIPLE)
+        _look_briefly(certificate, objective, batch, 2 * records.MULTIPLE)
     certificate.sizes.add(rows)
 
 
-def _look(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
+def _look_briefly(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Do a few records still not meet, in a pass of so many rows? Forward passes only."""
     size = records.count(batch)
     few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
     watched = objective.guard_pass(references_of(objective.loss))
     with torch.random.fork_rng(), refuse_own_generators(objective), watched:
         precision = certificate.evidence.precision
-        _refuse_moved(
+        _refuse_moved_bits(
             certificate, check_briefly(objective, few, rows, precision, certificate.steps)
         )
 
 
-def _refuse_moved(certificate: Certificate, moved: str | None) -> None:
+def _refuse_moved_bits(certificate: Certificate, moved: str | None) -> None:
     if moved and not certificate.form.alone:
         raise Refused(moved)
 
@@ -96,7 +96,9 @@ def _retest_at(
             return
         seeds = range(certificate.steps, certificate.steps + SOME_SEEDS)
         passes = Passes(objective, oracle)
-        _refuse_moved(certificate, check_independence(passes, [rows], certificate.evidence, seeds))
+        _refuse_moved_bits(
+            certificate, check_independence(passes, [rows], certificate.evidence, seeds)
+        )
         if certificate.form.replays:
             wrong = compare_replay(objective, oracle, certificate.sites, rows, certificate.evidence)
             if wrong:

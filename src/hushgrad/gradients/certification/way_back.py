@@ -29,7 +29,7 @@ from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import trace
 from hushgrad.gradients.objective import Objective
-from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced
+from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced_places
 from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
 from hushgrad.numerics import same_bits
@@ -53,7 +53,7 @@ def trace_probe(
             WithoutRandomness(draws) as neutral,
             objective.guard_pass(),
         ):
-            without_draws = replace(objective, loss=neutral.calling(objective.loss))
+            without_draws = replace(objective, loss=neutral.choosing_draws(objective.loss))
             return trace(without_draws, batch, in_turn(size), guide), neutral.program
     except (Refused, Ambiguous, Unforeseen):
         raise
@@ -119,18 +119,18 @@ LoudBeside = tuple[list[LoudBatch], Tensor]
 
 def beside_neighbours(batch: Batch, size: int) -> LoudBeside:
     """Beside neighbours, which any model takes."""
-    places = replaced(size)
+    places = replaced_places(size)
     return [(beside_others(batch, places, loud=False), torch.ones(size))], places
 
 
 def _loud(batch: Batch, size: int) -> LoudBeside:
-    places = replaced(size)
+    places = replaced_places(size)
     loud = beside_others(batch, places, loud=True)
     return [(loud, loudness(places)), (batch, loudness(places))], places
 
 
 def _nan(batch: Batch, size: int) -> LoudBeside:
-    places = replaced(size, 1)
+    places = replaced_places(size, 1)
     nan = torch.ones(size).masked_fill(places, torch.nan)
     return [(beside_nan(batch, places), nan), (batch, nan)], places
 

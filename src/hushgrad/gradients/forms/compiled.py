@@ -33,7 +33,7 @@ from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.traced import trace
 from hushgrad.gradients.objective import Objective
-from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.gradients.probes import beside_others, replaced_places
 from hushgrad.gradients.tracing.call_sites import Replaying, Site, Unforeseen
 from hushgrad.numerics import exact_products, same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
@@ -169,7 +169,7 @@ class Compiled:
         wrong = apart(own, traced, self._precision)
         if wrong:
             raise NotCovered(f"of the compiled program {differs(wrong, 'from the traced pass')}")
-        places = replaced(rows)
+        places = replaced_places(rows)
         mixed = run(beside_others(batch, places, loud=False), rows)
         if not _same_bits(own, mixed, (~places).nonzero().flatten().tolist()):
             raise NotCovered("in the compiled program a record's bits depend on other records")

@@ -78,7 +78,7 @@ class Replaying:
     batch: int
     position: int = 0
 
-    def _expected(self, operation: str, parameters: tuple[str, ...]) -> Site:
+    def _next_site(self, operation: str, parameters: tuple[str, ...]) -> Site:
         if self.position < len(self.certified):
             site = self.certified[self.position]
             if (site.operation, site.parameters) == (operation, parameters):
@@ -94,7 +94,7 @@ class Replaying:
     def inputs(
         self, operation: str, parameters: tuple[str, ...], shapes: list[Shape]
     ) -> tuple[Place, ...]:
-        site = self._expected(operation, parameters)
+        site = self._next_site(operation, parameters)
         self._check(site.inputs, shapes, operation)
         return site.inputs
 
@@ -105,7 +105,7 @@ class Replaying:
         inputs: tuple[Place, ...],
         shapes: list[Shape],
     ) -> tuple[Place, ...]:
-        site = self._expected(operation, parameters)
+        site = self._next_site(operation, parameters)
         self._check(site.outputs, shapes, operation)
         self.position += 1
         return site.outputs

@@ -135,7 +135,7 @@ def convolution(
     groups: int = 1,
 ) -> Saves | None:
     settings, pads = geometry(weight, stride, padding, dilation, groups)
-    return _convolved(
+    return _convolve(
         call, input, weight, bias, pads, lambda x, g: convolution_factor(x, g, settings)
     )
 
@@ -157,12 +157,12 @@ def transposed_convolution(
     # Output that is padded by a stride or more has room for positions that no input has.
     room = zip(each(output_padding, weight.dim() - 2), settings.stride, strict=True)
     pads = [n for extra, step in reversed([*room]) for n in (0, extra // step)]
-    return _convolved(
+    return _convolve(
         call, input, weight, bias, pads, lambda x, g: convolution_factor(g, x, settings)
     )
 
 
-def _convolved(
+def _convolve(
     call: Call,
     input: Tensor,
     weight: Tensor,

@@ -60,7 +60,7 @@ def back(call: Call, name: str, result: Tensor) -> Back | None:
     if call.private(args[0] if args else None):
         value = call.value(args[0])
         if (name in _CASTS and result.shape == value.shape) or _same_rows(result, value):
-            return lambda factor: [(args[0], _shaped(factor, value))]
+            return lambda factor: [(args[0], _reshape(factor, value))]
         start = first_row(result, value)
         if start is not None:
             return lambda factor: [(args[0], rows_of(factor, start, len(result), len(value)))]
@@ -126,5 +126,5 @@ def _same_rows(result: Tensor, value: Tensor) -> bool:
     return whole and value.dim() >= 2 and result.shape[0] == value.shape[0]
 
 
-def _shaped(factor: Use, value: Tensor) -> Use:
+def _reshape(factor: Use, value: Tensor) -> Use:
     return Dense(factor.values.reshape(-1, *value.shape)) if isinstance(factor, Dense) else factor

@@ -73,9 +73,8 @@ def guard_pass(
         yield
         for key, p in trained.items():
             if p.grad is not None:
-                raise (
-                    _unseen_use_refusal(key[1]) if key[0] == PRIVATE else _stranger_refusal(key[1])
-                )
+                refusal_of = _unseen_use_refusal if key[0] == PRIVATE else _stranger_refusal
+                raise refusal_of(key[1])
         now, buffers = _state(params, modules)
         after = _marks(now | buffers)
         if after != before:

@@ -55,10 +55,9 @@ class Passes:
     def run(self, batch: Batch, size: int) -> PassResult:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
+        loss = neutral.choosing_draws(self.objective.loss)
         with torch.enable_grad(), neutral, self.objective.rewind_buffers():
-            losses = require_losses(
-                neutral.choosing_draws(self.objective.loss)(batch), size
-            ).detach()
+            losses = require_losses(loss(batch), size).detach()
         return PassResult(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:
@@ -109,7 +108,7 @@ def check_briefly(
 
 
 def _find_moved_bits_at(passes: Passes, seeds: Sequence[int]) -> str | None:
-    """As `_find_moved_bits`, of a few records where every draw is random, from each of these seeds."""
+    """As `_find_moved_bits`, of a few records where all draws are random, from these seeds."""
     moved = None
     for seed in seeds if passes.oracle.drew else ():
         drawn = Passes(passes.objective, replace(passes.oracle, draws=Seed(seed)))

@@ -70,7 +70,7 @@ def rsub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Saves | Non
 @torch_rule("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")
 def mul(call: Call, input: Any, other: Any) -> Saves | None:
     operand, x = (input, other) if call.private(input) else (other, input)
-    return _arithmetic(call, operand, x, lambda g, x, p: g * _require_other(x), reads_other=True)
+    return _arithmetic(call, operand, x, lambda g, x, p: g * _there(x), reads_other=True)
 
 
 @torch_rule("div", "divide", "true_divide", "div_", "__truediv__", "__itruediv__")
@@ -78,11 +78,9 @@ def div(call: Call, input: Any, other: Any, *, rounding_mode: str | None = None)
     if rounding_mode is not None:
         return None
     if call.private(input):
-        return _arithmetic(
-            call, input, other, lambda g, x, p: g / _require_other(x), reads_other=True
-        )
+        return _arithmetic(call, input, other, lambda g, x, p: g / _there(x), reads_other=True)
     return _arithmetic(
-        call, other, input, lambda g, x, p: -g * _require_other(x) / p.to(g.dtype).square(), True
+        call, other, input, lambda g, x, p: -g * _there(x) / p.to(g.dtype).square(), True
     )
 
 
@@ -91,7 +89,7 @@ def reflected_div(call: Call, input: Any, other: Any) -> Saves | None:
     return div(call, other, input)
 
 
-def _require_other(x: Tensor | None) -> Tensor:
+def _there(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
 

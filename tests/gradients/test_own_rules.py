@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import check, kinds
@@ -187,12 +191,13 @@ def test_a_users_rule_comes_before_the_librarys() -> None:
     assert seen  # it did not cover the case: the derivative served
 
 
-def test_an_operation_that_draws_is_refused() -> None:
+@pytest.mark.parametrize("draw", [lambda: torch.randn(3).exp(), np.random.rand, random.random])
+def test_an_operation_that_draws_is_refused(draw: Any) -> None:
     """At certification draws are their medians, so a rule that overlooks them would look right."""
 
     @operation
     def noisy(x: Tensor, p: Tensor) -> Tensor:
-        return x + p * torch.randn(x.shape).exp()
+        return x + p * 2 * draw()
 
     @rule(noisy)
     def _(call: Call, x: Tensor, p: Tensor) -> Any:
@@ -203,7 +208,15 @@ def test_an_operation_that_draws_is_refused() -> None:
 
     p = nn.Parameter(torch.randn(3))
     with pytest.raises(Refused, match="draws random numbers"):
-        check(lambda x: noisy(x, p).square().sum(1), {"p": p}, torch.randn(9, 3))
+        per_sample(lambda x: noisy(x, p).square().sum(1), {"p": p}, torch.randn(9, 3), form=traced)
+
+
+def test_the_program_on_the_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "per-sample-gradients.md"
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    (program,) = [found for found in programs if "gradients.rule" in found]
+    exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
+    assert registry.own_rules()
 
 
 def test_only_what_can_be_intercepted_takes_a_rule() -> None:

@@ -31,6 +31,7 @@ def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[Watched, Watch
     """The parameters, private or not, and the modules' buffers; each tensor once."""
     trained: Watched = {(PRIVATE, name): p for name, p in params.items()}
     buffers: Watched = {}
+    # A tied tensor counts once, by the first name that it is found under.
     seen = {id(p) for p in params.values()}
     for i, module in enumerate(modules):
         for prefix, owner in module.named_modules():
@@ -66,6 +67,7 @@ def guard_pass(
     kept = {k: x for k, x in (trained | buffers | _kept(modules, held)).items() if k not in free}
     versions = {key: _version(x) for key, x in kept.items()}
     digests = {key: _digest(x) for key, x in kept.items()}
+    # `.grad` may hold gradients of public data that somebody adds up: it is lent, not lost.
     gradients = {key: p.grad for key, p in trained.items()}
     try:
         for p in trained.values():
@@ -77,6 +79,7 @@ def guard_pass(
                 raise refusal_of(key[1])
         now, buffers = _state(params, modules)
         after = _marks(now | buffers)
+        # The versions say so in most cases, for the price of a comparison of numbers.
         if after != before:
             for key in before.keys() | after.keys():
                 if key not in free and before.get(key) != after.get(key):
@@ -108,6 +111,7 @@ def _digest(x: Tensor) -> tuple[Tensor, ...]:
     if whole.numel() <= _FEW:
         return (whole.clone(),)
     flat = whole.contiguous().view(-1)
+    # A view as 64-bit words wants memory that begins at a word.
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     rest = flat.numel() % (8 * _SHARES)
@@ -169,6 +173,7 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
 
 def refuse_kept(leaves: Iterable[Reference]) -> None:
     """Refuse leaves that outlive the pass: what nobody holds is trained by nobody."""
+    # Cycles keep tensors alive for a while; only what outlives a collection is kept.
     if any(leaf() is not None for leaf in leaves):
         gc.collect()
     for leaf in leaves:
@@ -187,6 +192,7 @@ def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Autograd's own name for the tensor that a backward pass would add a gradient to.
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf, consumer
@@ -261,6 +267,7 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Watc
                 owner._buffers.update(own)
         for key in changed.keys() & before.keys():
             x, data, value, _ = before[key]
+            # Another storage may have been put behind the tensor, with the old version number.
             x.data = data
             if not same_bits(x, value):
                 data.copy_(value)
@@ -271,6 +278,7 @@ def undo_on_failure(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Give back random states and buffers if the block raises: another way is tried after it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     cpu, others = torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
+    # Buffers can be put in each other's place, so names and values are both kept.
     owners = [m for module in modules for m in module.modules()]
     before = [(m, k, b, b.clone()) for m in owners for k, b in m.named_buffers(recurse=False)]
     try:

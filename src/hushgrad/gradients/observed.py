@@ -36,6 +36,7 @@ def observe(
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
     batch, _ = unwrap_constants(batch)
+    # A record must keep its bits in batches of any size, also where nothing is clipped.
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
     with torch.no_grad(), guard_pass({}, modules):

@@ -21,6 +21,7 @@ class Structures:
     def check(self, batch: Batch, loss: Loss, params: Params) -> Batch:
         """The batch as the loss gets it; refused if it has another form than those before."""
         batch, form = unwrap_constants(batch)
+        # By the first parameter, weakly: what is known of a model goes with it.
         known: dict[Hashable, BatchStructure] = self._known.setdefault(
             next(iter(params.values())), {}
         )

@@ -106,12 +106,14 @@ def gradients_of(
     with name_bad_indices():
         batch = _structures.check(batch, objective.loss, objective.params)
         batch = records.laid_out(batch)
+        # Everything that decides which operations run: a known key may replay its certificate.
         key = fingerprint(objective, forms, batch)
         known = _certificates.get(key)
         for certificate in reversed(known):  # the last may be of a form that takes every batch
             gradients = use_certificate(certificate, objective, batch, capacity=capacity)
             if gradients is not None:
                 return gradients
+        # None is known, or none of those known fits this batch.
         certificate, gradients = _begin(objective, forms, batch, capacity, changing=bool(known))
         if certificate.lasting:
             _certificates.add(key, certificate, objective)
@@ -137,6 +139,7 @@ def use_certificate(
     objective, before = _with_buffers_of(certificate, objective), torch.get_rng_state()
     gradients: AnyGradients | None = None
     try:
+        # The slots are drawn before the tests, so that a run draws alike with and without them.
         slots = _slots_after_tests(certificate, objective, batch, capacity, fresh)
         rows, held = slots.fill(batch), references_of(objective.loss)
         # Twice at most: a program that fails its proof gives way to the form it was made from.
@@ -169,6 +172,7 @@ def _slots_after_tests(
     A new certificate is tested, too, where drawn places take more rows than it was made with.
     """
     step, slots = certificate.steps + 1, certificate.slots(records.count(batch))
+    # At powers of two: often at first, and in a long run next to never.
     if not fresh and step & (step - 1) == 0:
         _refuse_other_processes(objective)
         _log.info("testing the certified model again, at use %d", step)

@@ -48,6 +48,7 @@ class Cache:
             del self._entries[old]  # nobody can ask for it again, and it may hold programs
         spoken_of = (*objective.params.values(), *references_of(objective.loss))
         alive = [_reference(x) for x in spoken_of]
+        # The last variants only: a loss that is never twice the same must not fill the memory.
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
             self._entries.popitem(last=False)
@@ -71,6 +72,7 @@ def fingerprint(objective: Objective, forms: tuple[Form, ...], batch: Batch) -> 
     one that closes over something else must not.
     """
     device = next(iter(objective.params.values())).device.type
+    # Other arithmetic has other kernels, and so has another number of threads.
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
         tuple([(name, id(p), p.dtype, p.shape) for name, p in objective.params.items()]),

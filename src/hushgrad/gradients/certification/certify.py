@@ -138,6 +138,7 @@ def certify(
 ) -> Certificate:
     """Certify the first of `forms` that can be, for batches of `capacity` records, or say why."""
     _refuse_coupling_layers(objective)
+    # A few records are enough: what one layer does to a record it does to all.
     few = _few_records(objective, batch, size)
     room = max(size, capacity)
     return retry_near_misses(
@@ -153,29 +154,37 @@ def _certify_near(
     with probe_at(objective, point):
         objective, oracle = consult_finding_buffers(objective, few)
         evidence = Evidence(oracle.precision)
+        # Nothing to compare with. A pass of all tells whether a record needs the others.
         if oracle.count == 0:
             together = Passes(objective, oracle).losses(few, records.count(few))
             raise no_finite_record(bool(together.isfinite().any()))
+        # A forgotten parameter would get noise for nothing, and a share of the bound.
         refuse_unreached(objective, oracle)
         passes = Passes(objective, oracle)
         least = multiple_for(passes, size)
+        # A program for each size: few sizes are worth more than the rows that they add.
         if any(form.compiles for form in forms):
             least = _coarse(least, size)
         sizes = (*probe_sizes(objective.params, few), records.padded_size(size, least))
+        # Before any form: a loss that mixes records has no per-sample gradients at all.
         moved = check_independence(passes, sizes, evidence)
         for form in forms:
             _log.info("certifying the form %s", form)
             try:
                 run, sites, multiple, period = _certify_form(form, passes, size, least, evidence)
+                # Rounding that depends on other records is no fault where each record runs by
+                # itself.
                 if moved and not form.alone:
                     raise NotCovered(moved)
             except NotCovered as refusal:
+                # Another point decides whether a ReLU has flipped or the form is wrong.
                 if isinstance(refusal, _NearMiss) and point != POINTS[-1]:
                     raise
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
                 why_not[form.name] = f"the sequence of operations changes with the batch: {call}"
             else:
+                # Records that are all alike show no coupling: a certificate for this batch alone.
                 lasting = len(distinct(oracle.records)) > 1
                 largest = records.padded_size(size, multiple)
                 return Certificate(
@@ -216,6 +225,7 @@ def _certify_form(
             run, sites, period = _certify_at(form, objective, oracle, size, multiple, evidence)
         except MovingBits:
             multiple *= 2
+            # A larger block moves the kernels' ends away from the records.
             if multiple > LARGEST_MULTIPLE:
                 raise
         else:
@@ -245,6 +255,7 @@ def _certify_at(
     if form.compiles:
         slots, guide = in_turn(largest, period=period), Replaying(sites, largest)
         run(objective, oracle.probe(largest), slots, guide)
+    # The traced form was compared already, when its sites were found.
     elif form is not traced:
         wrong = compare(without_draws(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
@@ -275,6 +286,7 @@ def _certify_sites(
     tried: set[int] = set()
     for _ in range(4):
         first, second = probe_sizes(objective.params, oracle.records, avoid=tried)
+        # Ambiguous sizes are not tried again: another pair of primes may part the dimensions.
         tried |= {first, second}
         try:
             sites = _sites(objective, oracle, first, second, evidence)
@@ -284,6 +296,7 @@ def _certify_sites(
         wrong = compare_replay(objective, oracle, sites, largest, evidence)
         if wrong:
             raise refusal(wrong, "in a larger batch ")
+        # A branch that only a rare draw takes may mix the records on the way back.
         for draws in RARE_DRAWS if oracle.drew else ():
             with suppress(Unforeseen):  # other operations at other draws: certified when they come
                 refuse_loud_gradients(objective, oracle, sites, draws)
@@ -301,6 +314,7 @@ def compare_replay(
     run, batch = replays_of(sites, size), oracle.probe(size)
     quiet = run(objective, batch)
     wrong = compare(quiet[0], oracle, evidence)
+    # What is far off is wrong already, and what follows would only say so less clearly.
     if _nearly_right(wrong):
         beside = beside_neighbours(batch, size)
         refuse_mixed_gradients(objective, beside, run, quiet, oracle.precision)
@@ -327,11 +341,13 @@ def _sites(
             gradients, _ = trace_probe(objective, oracle.probe(size), size, guide)
             found.append(tuple(guide.sites))
             wrong |= compare(gradients, oracle, evidence)
+        # What follows the batch at one size and not at the other was no batch dimension.
         if found[0] != found[1]:
             raise Ambiguous(_first_difference(found[0], found[1]))
         if not wrong:
             return found[0]
         readings.append(wrong)
+        # Only these can be read both ways, and only where the first reading came out wrong.
         flipped = frozenset(
             i
             for i, site in enumerate(found[0])

@@ -71,6 +71,7 @@ class WithoutRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Another operation beside other records is a coupling, even if all values agree.
         self.program = hash((self.program, func))
         result = self._run_or_draw(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():

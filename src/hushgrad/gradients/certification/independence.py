@@ -120,6 +120,7 @@ def _views(passes: Passes) -> Iterator[Passes]:
     yield passes
     if passes.oracle.drew:
         for quantiles in EXTREMES:
+            # A milder draw where the extreme one breaks the model: infinite noise proves nothing.
             other = _finite_view(passes, quantiles)
             if other is not None:
                 yield Passes(passes.objective, other)
@@ -143,6 +144,7 @@ def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
     """In a batch, at any position, a record's loss must be that of its own run."""
     oracle, losses = passes.oracle, passes.probe(size).losses.double()
     alone = torch.stack(oracle.losses).double()[oracle.places(size)]
+    # A loss that is nan alone may be nan in a batch: it is masked out everywhere.
     both_nan = losses.isnan() & alone.isnan()
     error = (losses - alone).abs() / (alone.abs() + 0.1)
     error = error.masked_fill(both_nan | (losses == alone), 0)

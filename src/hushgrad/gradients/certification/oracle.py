@@ -109,9 +109,11 @@ def _consult(objective: Objective, few: Batch, draws: RandomDraws, backward: boo
     with neutral, objective.guard_pass():
         alone, wrote = _each_alone(objective, few, backward, neutral)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
+    # A record that is nan by itself is nan in any batch, and can be compared with nothing.
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
     oracle = Oracle(kept, losses, gradients, COARSE, draws, neutral.drew, wrote)
+    # Autocast may begin anywhere in the loss: what was computed in, not what was asked for.
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
     precision = _blur_precision(objective, oracle, neutral.narrowest, backward)
@@ -148,11 +150,13 @@ def _blur_precision(
         shifted, _ = _each_alone(objective, oracle.records, backward, neutral)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
+        # Relative to the parameter's own gradient, or to a share of the whole where that is more.
         whole = COARSE.floor * _whole_norm(oracle.gradients[i])
         for name, new in gradient.items():
             old = oracle.gradients[i][name]
             if new is not None and old is not None:
                 off = max(off, float(norm_of(new - old) / torch.maximum(norm_of(old), whole)))
+        # 0.1: below that losses are compared absolutely, as they may vanish.
         off_loss = max(off_loss, float((loss - oracle.losses[i]).abs() / (loss.abs() + 0.1)))
     gradient_, loss_ = (min(_COARSEST, _BLUR * x) for x in (off, off_loss))
     return replace(
@@ -226,6 +230,7 @@ def _vector_errors(
     """Compare the gradients themselves: one random combination of all of them tells."""
     weights = torch.from_numpy(np.random.default_rng(1).standard_normal(gradients.batch))
     turn = oracle.places(gradients.batch)
+    # A record that stands at several places of the probe has the sum of their weights.
     share = torch.zeros(oracle.count, dtype=torch.float64).index_add_(0, turn, weights)
     sums = gradients.weighted_sum(dict.fromkeys(exact, weights.to(gradients.losses.device)))
     errors = {}

@@ -38,6 +38,7 @@ def period_of(oracle: Oracle, run: PassOver, largest: int, multiple: int) -> int
     norms and factors are compared, in a pass of the largest size and in one that ends before.
     """
     count = max(oracle.count, min(_MOST_RECORDS, largest // multiple))
+    # Many different values: a kernel's end rounds some of them alike by accident.
     several = _several(oracle, count, lambda batch: run(batch, count))
     for period in (1 << k for k in range(multiple.bit_length())):
         if _keep_their_bits(several, count, run, largest, multiple, period):
@@ -76,6 +77,7 @@ def _keep_their_bits(
             return True
         place = torch.arange(start, start + rows)
         which = (place % multiple + place // multiple) % count
+        # A record and its place modulo the period: at equal keys the bits must be equal.
         key = which * period + place % period
         found = _made_of(run(take(several, which.numpy()), rows))
         if found[0].device.type != "cpu":  # elsewhere kernels differ from run to run

@@ -30,6 +30,7 @@ from hushgrad.types import Batch, Refused
 
 def extend(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Test a pass of more rows than any before it, by one such pass and a few single ones."""
+    # This batch's own records: what was certified on others is looked at on these.
     few = distinct_records(batch, records.count(batch))
     _retest(certificate, objective, few, rows, POINTS)
     certificate.largest = rows
@@ -48,8 +49,10 @@ def retest(certificate: Certificate, objective: Objective, batch: Batch, rows: i
     """
     step = certificate.steps + 1
     if step & (step - 1) == 0:
+        # Two records tell whether they meet, at half the price of four.
         few = distinct_records(batch, records.count(batch), most=2)
         _retest(certificate, objective, few, rows, [None, *POINTS[1:]])
+    # Kernels are chosen by size, so each is looked at when it first comes.
     elif rows not in certificate.sizes:
         _look_briefly(certificate, objective, batch, rows)
     elif step % LONGEST_GAP == 0:
@@ -60,6 +63,7 @@ def retest(certificate: Certificate, objective: Objective, batch: Batch, rows: i
 def _look_briefly(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Do a few records still not meet, in a pass of so many rows? Forward passes only."""
     size = records.count(batch)
+    # Not the whole batch: the cost of a look must not grow with it.
     few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
     watched = objective.guard_pass(references_of(objective.loss))
     with torch.random.fork_rng(), refuse_own_generators(objective), watched:
@@ -92,8 +96,10 @@ def _retest_at(
 ) -> None:
     with probe_at(objective, point):
         oracle = consult(objective, few)
+        # All of these records were nan. They count for nothing, and prove nothing.
         if oracle.count == 0:
             return
+        # Other seeds each time: over a run all strata of the draws are met.
         seeds = range(certificate.steps, certificate.steps + SOME_SEEDS)
         passes = Passes(objective, oracle)
         _refuse_moved_bits(

@@ -55,6 +55,7 @@ def trace_probe(
         ):
             without_draws = replace(objective, loss=neutral.choosing_draws(objective.loss))
             return trace(without_draws, batch, in_turn(size), guide), neutral.program
+    # These say what is wrong in words of ours, and may have another remedy.
     except (Refused, Ambiguous, Unforeseen):
         raise
     except Exception as error:  # the plain forward pass worked: the fault is the form's
@@ -148,6 +149,7 @@ def refuse_mixed_gradients(
     """
     (gradients, program), (kinds, places) = quiet, beside
     found = _first_taken(objective, kinds, run)
+    # A model may refuse loud records (an index, a domain): the next kind then counts.
     if found is not None:
         mixed, ran = found
         reason = _MIXED if ran == program else _OTHER_PROGRAM
@@ -176,6 +178,7 @@ def _first_taken(
                 return run(objective, others)
             return run(replace(objective, loss=_Weighted(objective.loss, factors)), others)
         except (Refused, Unforeseen):
+            # A loss that was multiplied may overflow; that is the factor's fault, not the model's.
             if plain:  # others like these will come
                 raise
     return None
@@ -196,13 +199,16 @@ def _compare(
 ) -> None:
     """Norms keep their bits, where kernels are the same in every run; the vectors stay near."""
     device = one.losses.device
+    # The replaced records differ by design; only the others' gradients must stay.
     kept = kept.to(device)
     drawn = torch.from_numpy(np.random.default_rng(2).standard_normal(len(kept)))
+    # One random combination of the vectors tells what their norms alone cannot.
     weights = dict.fromkeys(one.squares, drawn.to(device) * kept)
     sums = one.weighted_sum(weights), other.weighted_sum(weights)
     total = torch.stack([s.estimate[kept].sum() for s in one.squares.values()]).sum().sqrt()
     for name, square in one.squares.items():
         before, after = square.estimate[kept], other.squares[name].estimate[kept]
+        # Elsewhere than on the processor kernels may add up in another order in every run.
         same = same_bits(before, after) if device.type == "cpu" else True
         gap = (sums[0][name].double() - sums[1][name].double()).square().sum().sqrt()
         scale = torch.maximum(before.sum().clamp_min(0).sqrt(), precision.floor * total)

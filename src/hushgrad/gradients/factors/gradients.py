@@ -117,6 +117,7 @@ class Gradients:
         with torch.no_grad(), exact_products(self._losses.device):
             largest, uppers, _ = self._measured
             # Padding counts too: a copy has draws of its own.
+            # 0 · nan is not 0: where any row is not finite, rows of weight 0 are masked out.
             finite = math.isfinite(largest) or bool(uppers.isfinite().all())
             # Parameters of one group share their weights, which are spread and looked at once.
             shared = {id(w): w for w in weights.values()}
@@ -222,6 +223,7 @@ def _difference_of_uses(new: Use, old: Use) -> Use | None:
 
 def _difference(new: Factor, old: Factor) -> Factor | None:
     if isinstance(new, Outer) and isinstance(old, Outer) and new.a.shape == old.a.shape:
+        # Twice the positions, and no large numbers that cancel: both parts are small.
         a = torch.cat([new.a - old.a, old.a], 1)
         return Outer(a, torch.cat([new.b, new.b - old.b], 1))
     if isinstance(new, OneHot) and isinstance(old, OneHot) and torch.equal(new.index, old.index):

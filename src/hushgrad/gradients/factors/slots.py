@@ -38,6 +38,7 @@ class Slots:
         """The rows of the pass."""
         if isinstance(self.places, slice):
             return pad(batch, self.records, self.rows)
+        # The first record fills the gaps: a real one, so that no kernel meets unusual values.
         source = torch.zeros(self.rows, dtype=torch.long)
         source[self.places] = torch.arange(self.records)
         return take(batch, source.numpy())

@@ -31,6 +31,7 @@ def vectorise(objective: Objective, batch: Batch, slots: Slots, _: Replaying) ->
     def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
         parts = iter(record)
         alone = records.map_tensors(lambda _: next(parts).unsqueeze(0), batch)
+        # vmap gives one record's values; the loss still reads the module's own parameters.
         with _substitute(params, values), _lend_buffers(objective):
             value = require_losses(objective.loss(alone), 1)[0]
         return value, value.detach()

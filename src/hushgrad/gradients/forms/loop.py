@@ -47,6 +47,7 @@ def one_record(
     with torch.enable_grad(), _lend_gradients(params):
         losses = require_losses(loss(batch), copies)
         others = refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
+        # The first of the copies alone: its gradient is the record's.
         if backward and losses.requires_grad:
             losses[0].backward()
         found = {name: p.grad for name, p in params.items()}

@@ -22,13 +22,16 @@ def trace(objective: Objective, batch: Batch, slots: Slots, guide: Guide) -> Gra
     tape = Tape(params, slots.rows, guide, RULES)
     with torch.enable_grad(), tape.intercept():
         losses = require_losses(objective.loss(batch), slots.rows)
+        # Before the backward pass, which would write the gradients of strangers.
         others = refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
         if isinstance(guide, Replaying):
+            # A pass that ends early has left a use out, and its gradient would be too small.
             guide.finish()
         factors = tape.finish()
     losses = losses.detach()  # which frees the graph
+    # Activations die with the graph; a tensor that lives on is trained by somebody.
     refuse_kept(others)
     return Gradients(factors, params, slots.of_records(losses), slots)
 

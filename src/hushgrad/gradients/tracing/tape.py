@@ -12,10 +12,12 @@ factors and is never written out.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,12 +83,14 @@ class Tape:
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
+        # A shape or a dtype says nothing of a gradient.
         if name.startswith("get ") and name[4:] not in _VIEW_ATTRIBUTES:
             return function(*args, **kwargs)
         leaves = tensors_in((args, kwargs))
         values = tensors_in(args[:1]) if name in _READS_NO_VALUE else leaves
         operands, kinds = self._operands, self._operands.kinds
         others = [x for x in values if type(x) not in kinds]
+        # Without gradients, or after the pass, a parameter is a tensor like any other.
         tracked = operands.private is not None and torch.is_grad_enabled()
         if not tracked or len(others) == len(values):
             return function(*operands.plain(args), **operands.plain(kwargs))
@@ -95,7 +99,9 @@ class Tape:
         names = tuple(sorted({n for x in reads for n in operands.names(x)}))
         shapes = [tuple(x.shape) for x in others]
         inputs = self._guide.inputs(name, names, shapes) if others else ()
+        # By identity: a rule asks for the layout of the very arguments that it was called with.
         places = {id(x): place for x, place in zip(others, inputs, strict=True)}
+        # Without records among its inputs it is a function of parameters, whatever its output.
         call = Call(operands, function, self.batch, (args, kwargs), places)
         if any(place.layout for place in inputs):
             return self._on_records(call, name, names, inputs)
@@ -105,10 +111,11 @@ class Tape:
         self, call: Call, name: str, names: tuple[str, ...], inputs: tuple[Place, ...]
     ) -> Tensor:
         args, kwargs = call.arguments
+        # The rule comes first: it may put a quicker function in the place of the operation.
         saves = self._rules.on_records(call, name, args, kwargs)
-        before = _random_state(self.token.device) if not call.trusted else None
+        before = None if call.trusted else _random_states(self.token.device)
         y = call.function(*self._operands.plain(args), **self._operands.plain(kwargs))
-        if before is not None and not torch.equal(before, _random_state(self.token.device)):
+        if before is not None and before != _random_states(self.token.device):
             raise NotCovered(
                 f"no rule can serve {name}, which draws random numbers that it would not see; "
                 f"{_REMEDY}"
@@ -119,6 +126,7 @@ class Tape:
         self._calls += 1
         if y.is_complex():
             raise NotCovered(f"{name} on {', '.join(names)} returns complex numbers; {_REMEDY}")
+        # An index or a mask has no gradient, so nothing of the parameter comes back by it.
         if not y.is_floating_point():
             return y
         if call.output.layout is None:
@@ -142,6 +150,8 @@ class Tape:
         others: list[Tensor],
     ) -> Any:
         """An operation without records: a function of parameters, or its spread over the batch."""
+        # A mean over the batch is such a tensor: it has lost the records, and still depends on
+        # them.
         if any(x.requires_grad for x in others):
             raise NotCovered(
                 f"{name} on {', '.join(names)} takes a tensor that depends on parameters but has "
@@ -151,11 +161,13 @@ class Tape:
         cut = self._rules.cut(call, args, kwargs)
         graph = self._graph(call) if cut is None else cut[0].requires_grad_()
         results = [x for x in tensors_in((graph,)) if x.requires_grad]
+        # Nothing of it needs a gradient: a constant made of parameters that were detached.
         if not results and not others:
             return map_in(lambda x: x.detach(), graph)
         outputs = self._guide.outputs(name, names, inputs, [tuple(x.shape) for x in results])
         self._calls += 1
         if any(place.layout for place in outputs):
+            # It had no records and its result has: the parameter was spread over the batch.
             (call.output,) = outputs
             saves = self._rules.on_spread(call, name, args, kwargs)
             return self._tap(graph.detach().clone(), saves, names)
@@ -187,6 +199,7 @@ class Tape:
                     self._keep((site, slot), operand, factor)
                 self._came_back(names)
 
+        # What is kept must not hold the model's graph; the tap needs values only.
         detached = (x.detach() for x in kept)
         tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
             y, self.token, record, *detached
@@ -207,6 +220,7 @@ class Tape:
                 raise NotCovered(f"{name} is used again after its gradient was summed; {_ONCE}")
             self.factors[name][key] = factor
         else:
+            # It waits until all uses of this function of parameters have come back.
             number: int = operand.__dict__["number"]
             self._reached.setdefault(number, (operand, []))[1].append(factor)
 
@@ -214,6 +228,7 @@ class Tape:
         """Count a use of these parameters, and hand over those of which it was the last."""
         for name in names if self._hand_over is not None else ():
             self._due[name] -= 1
+            # A function of it may still have something to send back; `finish` takes that.
             if self._due[name] == 0 and name not in self._operands.made_into:
                 assert self._hand_over is not None
                 uses, self.factors[name] = self.factors[name], {}
@@ -249,6 +264,7 @@ class Tape:
     def _take_back(self) -> None:
         with torch.no_grad(), exact_products(self.token.device), PLAIN_TORCH():
             while self._reached:
+                # What was made last can only have been made of what was made before it.
                 number = max(self._reached)
                 derived, reached = self._reached.pop(number)
                 for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
@@ -260,6 +276,7 @@ class Tape:
         known = [route for route in routes if route is not None]
         if len(known) == len(routes):
             return [emitted for route in known for emitted in route]
+        # Some use has no way back as factors: all are written out, and pulled through the graph.
         shape = (self.batch, *derived.shape)
         written = torch.stack([factor.materialised().reshape(shape) for factor in factors]).sum(0)
         return self._operands.pull(derived.__dict__["graph"], written)
@@ -267,6 +284,7 @@ class Tape:
     def _refuse_writes(self, name: str, reads: list[Tensor], args: Any, kwargs: Any) -> None:
         target = kwargs.get("out")
         if target is None and (name == "__setitem__" or writes_in_place(name)):
+            # `x += p` writes x, which has records, and is allowed; `p += x` is not.
             target = args[0]
         if target is None:
             return
@@ -288,11 +306,15 @@ _ONCE = "take its gradients by form=traced"
 _MIXING = "compute each record's loss from that record alone, or freeze the parameter"
 
 
-def _random_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of all generators that an operation may draw from, to be compared."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    # NumPy's keeps every second normal draw for later, and has then moved without a new word.
+    numpy_: Any = np.random.get_state(legacy=False)
+    words = numpy_["state"]["key"].tobytes(), numpy_["state"]["pos"], numpy_["has_gauss"]
+    return (*(x.numpy().tobytes() for x in states), random.getstate(), words)
 
 
 def _wide_float(x: Tensor) -> Tensor:

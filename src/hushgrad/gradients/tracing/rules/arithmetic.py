@@ -34,6 +34,7 @@ def _arithmetic(
         yield operand, Dense(sum_to(local(g, each, value), operand))
 
     in_place = writes_in_place(getattr(call.function, "__name__", ""))
+    # In place: `x *= p` writes over the x that the gradient of p needs.
     keep = other.clone() if reads_other and in_place else other
     return ((keep,) if reads_other else ()), emit
 

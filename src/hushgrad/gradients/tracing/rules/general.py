@@ -17,6 +17,7 @@ def by_derivative(call: Call, name: str) -> Saves:
     """Any operation that treats each record alone, through `torch.func`; exact, materialised."""
     if writes_in_place(name):
         raise NotCovered(f"no rule for {name} with a parameter; use the form that is not in place")
+    # It runs again on the way back: random draws would be others then.
     call.trusted = False
     leaves = tensors_in(call.arguments)
     operands = [x for x in leaves if call.private(x)]

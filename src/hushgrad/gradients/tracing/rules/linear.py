@@ -61,6 +61,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
             yield weight, Outer(where.rows(x, call.batch), rows)
         if call.private(bias):
             assert bias is not None
+            # One position needs no sum, and a sum of one term would be a copy.
             yield bias, Dense(rows.sum(1) if rows.shape[1] > 1 else rows[:, 0])
 
     return ((input,) if call.private(weight) else ()), emit

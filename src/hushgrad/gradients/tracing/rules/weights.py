@@ -61,6 +61,7 @@ def back(call: Call, name: str, result: Tensor) -> Back | None:
         value = call.value(args[0])
         if (name in _CASTS and result.shape == value.shape) or _same_rows(result, value):
             return lambda factor: [(args[0], _reshape(factor, value))]
+        # A slice of rows: the factor is of those rows, and of no others.
         start = first_row(result, value)
         if start is not None:
             return lambda factor: [(args[0], rows_of(factor, start, len(result), len(value)))]
@@ -99,6 +100,7 @@ def _product(
     call: Call, left: Tensor, right: Tensor, factor: Use
 ) -> list[tuple[Tensor, Use]] | None:
     """What a factor of `left @ right` says of both."""
+    # A product would make it as large as the weight: better written out once, and pulled.
     if isinstance(factor, Dense | Rows):
         return None
     ls, rs = (_value(call, x).to(factor.dtype) for x in (left, right))

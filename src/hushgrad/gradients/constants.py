@@ -74,9 +74,13 @@ def constant(value: Value) -> Value:
 
 
 def unwrap_constants(batch: Batch) -> tuple[Batch, BatchStructure]:
-    """The batch with its constants' values, as the loss gets it, and its form.
+    """Return the batch with its constants' values, as the loss gets it, and its structure.
 
-    Anything but tensors, `None`, constants and containers of them is refused.
+    Raises:
+        Refused: if it has anything but tensors, `None`, constants and containers of them.
+
+    >>> unwrap_constants({"x": torch.zeros(1), "task": constant("sentiment")})[0]
+    {'x': tensor([0.]), 'task': 'sentiment'}
     """
     return _open(batch, "batch")
 

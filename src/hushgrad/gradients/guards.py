@@ -239,9 +239,24 @@ def write_refusal(key: WatchedKey) -> Refused:
 
 @contextmanager
 def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[WatchedKey, Tensor]]:
-    """Give parameters and buffers back as they were, and tell what the block wrote: key to value.
+    """Give parameters and buffers back as they were, and tell what the block wrote.
 
     Values are compared too: a write through `.data` leaves no other mark.
+
+    Args:
+        params: private parameters by name; none are kept if it is empty.
+        modules: modules whose parameters and buffers are kept, too.
+
+    Yields:
+        A dictionary that has, after the block, the new value of each tensor that was written.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with restored({}, [norm]) as written:
+    ...     _ = norm(torch.randn(8, 2))
+    >>> sorted(name for _, name in written)
+    ['num_batches_tracked', 'running_mean', 'running_var']
+    >>> norm.running_mean.tolist()
+    [0.0, 0.0]
     """
     trained, buffers = _state(params, modules)
     state = trained | buffers
@@ -302,7 +317,17 @@ def _identities(buffers: Any) -> dict[str, int]:
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot be private as they are."""
+    """Refuse parameters that cannot be private as they are.
+
+    Args:
+        params: the private parameters by name.
+
+    Raises:
+        Refused: if there is none, or one is frozen, complex, of a class of its own, named twice,
+            has a gradient hook, or has its values in several processes.
+
+    >>> check_parameters(dict(nn.Linear(2, 1).named_parameters()))
+    """
     if not params:
         raise Refused(
             "expected at least one private parameter, got none; pass "
@@ -342,6 +367,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
 
     The former would be trained on gradients without noise; the latter would get noise, and a share
     of each record's bound, and would not be trained.
+
+    Args:
+        optimizer: any of torch's, or one with their `param_groups`.
+        params: the private parameters by name.
+
+    Raises:
+        Refused: with the tensor, and how to mend it.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> check_optimizer(torch.optim.SGD(layer.parameters()), dict(layer.named_parameters()))
     """
     private = {id(p) for p in params.values()}
     for number, group in enumerate(optimizer.param_groups):

@@ -26,11 +26,25 @@ _MULTIPLE = 32  # rows that a batch is filled up to, so that a record keeps its 
 def observe(
     values: RecordValues, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
 ) -> Float[Tensor, " batch"]:
-    """Each record's value, as float64, without gradients and without a trace in the modules.
+    """Take each record's value, without gradients and without a trace in the modules.
 
-    With `test`, every second record is replaced and the others' values must keep their bits: a
-    value that depends on other records has no bound on what one of them moves. Random numbers are
-    drawn from torch's generator, which moves on: no two records may share them.
+    Random numbers are drawn from torch's generator, which moves on: no two records may share them.
+
+    Args:
+        values: `values(batch)` returns one value for each record.
+        batch: nested tensors whose first dimension counts the records.
+        modules: the modules that it runs; their buffers are put back.
+        test: replace every second record, and require that the others' values keep their bits. A
+            value that depends on other records has no bound on what one of them moves.
+
+    Returns:
+        The values in float64, one for each record.
+
+    Raises:
+        Refused: if a value depends on other records, or the shape is another.
+
+    >>> observe(lambda x: x.square().sum(1), torch.tensor([[3.0, 4.0]]), test=True).tolist()
+    [25.0]
     """
     size = records.count(batch)
     if size == 0:

@@ -130,11 +130,16 @@ def use_certificate(
 ) -> AnyGradients | None:
     """Take gradients as certified, after the tests that are due.
 
-    With `fresh` the certificate was made for this batch, and needs no other test yet.
+    Args:
+        certificate: of this objective and the shapes of this batch, as `certificate_for` returns.
+        objective: what gradients are taken of.
+        batch: its records, without constants.
+        capacity: as for `per_sample`.
+        fresh: the certificate was made for this batch, and needs no other test yet.
 
     Returns:
-        None where the pass met a call that the certificate does not know. What was drawn for it is
-        then put back, so that the next way draws the same.
+        The gradients, or None where the pass met a call that the certificate does not know. What
+        was drawn for it is then put back, so that the next way draws the same.
     """
     objective, before = _with_buffers_of(certificate, objective), torch.get_rng_state()
     gradients: AnyGradients | None = None
@@ -240,7 +245,11 @@ def certificate_for(
 
 
 def forget_structure(params: Params) -> None:
-    """Let the next batch of these parameters' losses have another structure, as in a new run."""
+    """Let the next batch of these parameters' losses have another structure, as in a new run.
+
+    Args:
+        params: the private parameters by name, as they are passed to `per_sample`.
+    """
     _structures.forget(params)
 
 

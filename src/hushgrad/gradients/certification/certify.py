@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,13 @@ from hushgrad.gradients.certification.independence import (
     check_independence,
     multiple_for,
 )
+from hushgrad.gradients.certification.near_misses import (
+    POINTS,
+    NearMiss,
+    is_nearly_right,
+    refusal,
+    retry_near_misses,
+)
 from hushgrad.gradients.certification.oracle import Evidence, Oracle, compare, refuse_unreached
 from hushgrad.gradients.certification.places import MovingBits, period_of
 from hushgrad.gradients.certification.way_back import (
@@ -41,7 +47,6 @@ from hushgrad.gradients.certification.way_back import (
     replays_of,
     trace_probe,
 )
-from hushgrad.gradients.comparison import ROUGHLY, differs
 from hushgrad.gradients.factors.slots import Slots, draw_slots, in_turn, room
 from hushgrad.gradients.forms.choices import AnyGradients, Form, RunForm, traced
 from hushgrad.gradients.forms.compiled import VECTOR
@@ -58,7 +63,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Certificate:
-    """What was proved about one loss, its parameters and the shapes of its batches."""
+    """What was proved about one loss, its parameters and the shapes of its batches.
+
+    Args:
+        form: the form that was certified, and is used.
+        run: its run, with what it keeps from pass to pass.
+        sites: the operations on private parameters, in order, and where the records were.
+        free_buffers: the buffers that a pass may write, since it writes them alike.
+        largest: the most rows of a pass that was tested.
+        evidence: the worst that was seen.
+        why_not: for each form that was tried in vain, why.
+        multiple: passes are filled up to a multiple of so many rows.
+        period: rows are rounded alike whose places are equal modulo this.
+        sizes: numbers of rows at which independence was tested.
+        lasting: False if all records were alike, so that the next batch must be tested anew.
+        steps: how many times it was used after the first.
+    """
 
     form: Form
     run: RunForm
@@ -68,9 +88,9 @@ class Certificate:
     evidence: Evidence
     why_not: dict[str, str]
     multiple: int
-    period: int  # rows are rounded alike whose places are equal modulo this
-    sizes: set[int]  # numbers of rows at which independence was tested
-    lasting: bool  # False if all records were alike, so that the next batch must be tested anew
+    period: int
+    sizes: set[int]
+    lasting: bool
     steps: int = 0
 
     def switch_to(self, form: Form) -> None:
@@ -84,38 +104,6 @@ class Certificate:
     def room(self, size: int) -> int:
         """So many rows are enough for a batch of `size` records, nearly always."""
         return room(size, self.multiple, self.period)
-
-
-_Result = TypeVar("_Result")
-Point = TypeVar("Point", int, int | None)
-
-POINTS = range(3)
-"""Where gradients are compared, at the later ones after a near miss."""
-
-
-class _NearMiss(NotCovered):
-    """A gradient that is off by little, as where rounding flips a ReLU of one run.
-
-    At another point it flips no longer, and what is wrong there stays so.
-    """
-
-
-def _nearly_right(wrong: dict[str, float]) -> bool:
-    return all(off <= ROUGHLY for off in wrong.values())  # not so where one is nan
-
-
-def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
-    """What to raise for these gradients that are off."""
-    kind = _NearMiss if _nearly_right(wrong) else NotCovered
-    return kind(f"{where}{differs(wrong)}")
-
-
-def retry_near_misses(points: Sequence[Point], test: Callable[[Point], _Result]) -> _Result:
-    """What the test returns at the first of these points where it is no near miss."""
-    for point in points[:-1]:
-        with suppress(_NearMiss):
-            return test(point)
-    return test(points[-1])
 
 
 @contextmanager
@@ -178,7 +166,7 @@ def _certify_near(
                     raise NotCovered(moved)
             except NotCovered as refusal:
                 # Another point decides whether a ReLU has flipped or the form is wrong.
-                if isinstance(refusal, _NearMiss) and point != POINTS[-1]:
+                if isinstance(refusal, NearMiss) and point != POINTS[-1]:
                     raise
                 why_not[form.name] = str(refusal)
             except Unforeseen as call:
@@ -315,7 +303,7 @@ def compare_replay(
     quiet = run(objective, batch)
     wrong = compare(quiet[0], oracle, evidence)
     # What is far off is wrong already, and what follows would only say so less clearly.
-    if _nearly_right(wrong):
+    if is_nearly_right(wrong):
         beside = beside_neighbours(batch, size)
         refuse_mixed_gradients(objective, beside, run, quiet, oracle.precision)
         refuse_loud_gradients(objective, oracle, sites)

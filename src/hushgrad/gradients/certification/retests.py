@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hushgrad.batches import records
-from hushgrad.gradients.certification.certify import (
-    POINTS,
-    Certificate,
-    compare_replay,
-    probe_at,
-    refusal,
-    retry_near_misses,
-)
+from hushgrad.gradients.certification.certify import Certificate, compare_replay, probe_at
 from hushgrad.gradients.certification.generators import refuse_own_generators
 from hushgrad.gradients.certification.independence import (
     SOME_SEEDS,
@@ -22,6 +15,7 @@ from hushgrad.gradients.certification.independence import (
     check_briefly,
     check_independence,
 )
+from hushgrad.gradients.certification.near_misses import POINTS, refusal, retry_near_misses
 from hushgrad.gradients.certification.oracle import consult
 from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.gradients.probes import distinct_records

@@ -33,6 +33,19 @@ class Gradients:
 
     Guarantees: `sq_norms` is an upper bound, at most 2 % above its estimate, on the squared norm
     of each record's gradient; a record that is not finite has norm inf.
+
+    Args:
+        factors: for each parameter the factors of its uses, by call site.
+        params: the parameters by name, for their shapes.
+        losses: one for each record.
+        slots: where the records stand among the factors' rows; `in_turn(n)` if each is one.
+        rough: norms that were computed already, by parameter.
+
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> each = Dense(torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+    >>> gradients = Gradients({"p": {(0,): each}}, {"p": p}, torch.zeros(2), in_turn(2))
+    >>> gradients.weighted_sum({"p": torch.tensor([0.5, 2.0])})["p"].tolist()
+    [3.5, 2.0]
     """
 
     def __init__(
@@ -184,10 +197,17 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 
 def difference(new: PerSample, old: PerSample) -> Gradients:
-    """Per-sample differences of gradients at two points, without subtracting large numbers.
+    """Subtract per-sample gradients at two iterates, without subtracting large numbers.
 
     Uses pair by call site: `b'(x)a' - b(x)a = b'(x)(a'-a) + (b'-b)(x)a`. Where the two passes do
     not pair, both gradients are written out and subtracted.
+
+    Args:
+        new, old: gradients of the same records and parameters, in any form but `recomputed`.
+
+    Raises:
+        Refused: if one of them holds no factors.
+        ValueError: if they are of other records or parameters.
 
     Reference: the recursive estimators of STORM and DP-SRM need it at every step.
     """

@@ -33,10 +33,18 @@ class Operands(Protocol):
 
 @dataclass
 class Call:
-    """One intercepted operation on a batch, as its rule sees it."""
+    """One intercepted operation on a batch, as its rule sees it; `gradients.rule` has an example.
+
+    Args:
+        operands: the private parameters of the pass, and functions of them.
+        function: what will run; a rule may put a function in its place that gives the same result.
+        batch: how many rows there are, one for each record.
+        arguments: as the operation was called, by position and by name.
+        places: for each tensor without a private parameter, where its records are.
+    """
 
     operands: Operands
-    function: Callable[..., Any]  # a rule may put one in its place that gives the same result
+    function: Callable[..., Any]
     batch: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]

@@ -113,8 +113,9 @@ class Tape:
         args, kwargs = call.arguments
         # The rule comes first: it may put a quicker function in the place of the operation.
         saves = self._rules.on_records(call, name, args, kwargs)
+        values, named = self._operands.plain(args), self._operands.plain(kwargs)
         before = None if call.trusted else _random_states(self.token.device)
-        y = call.function(*self._operands.plain(args), **self._operands.plain(kwargs))
+        y = call.function(*values, **named)
         if before is not None and before != _random_states(self.token.device):
             raise NotCovered(
                 f"no rule can serve {name}, which draws random numbers that it would not see; "

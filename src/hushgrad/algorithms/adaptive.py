@@ -15,8 +15,7 @@ from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, refuse_di
 from hushgrad.algorithms.output import FARTHEST, Output, choosing, chosen, last
 from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored, unwrap_constants
 from hushgrad.noise import Noise, gaussian, laplace
 from hushgrad.points import Values, norm, point, swapped
 from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit

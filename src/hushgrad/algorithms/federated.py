@@ -11,12 +11,8 @@ from torch import Tensor
 from hushgrad.algorithms.algorithm import State
 from hushgrad.algorithms.output import Output, last
 from hushgrad.batches.records import count, map_tensors
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.factors.gradients import Factors
-from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
-from hushgrad.gradients.guards import check_parameters, restored
+from hushgrad.gradients import Gradients, check_parameters, restored, unwrap_constants
+from hushgrad.gradients.factors import Dense, Factors, in_turn
 from hushgrad.numerics import wide
 from hushgrad.points import point, swapped
 from hushgrad.run.query import ClippedSum, Part, Summand

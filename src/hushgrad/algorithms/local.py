@@ -27,10 +27,8 @@ from hushgrad.algorithms.algorithm import (
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.events import PureDpEvent
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.factors.gradients import Factors
-from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
+from hushgrad.gradients import Gradients, require_factors
+from hushgrad.gradients.factors import Dense, Factors, in_turn
 from hushgrad.noise import Noise, gaussian, release, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.run.permit import Mechanism
@@ -98,7 +96,7 @@ class Reports:
 
     def bounded(self, work: BatchPass | None) -> Bounded:
         """One row for each record, each within the bound."""
-        rows, bound = clipped_rows(self.part.gradients(), self.context)
+        rows, bound = clipped_rows(require_factors(self.part.gradients()), self.context)
         return Bounded({_REPORTS: rows}, bound)
 
     def event(self, noise_multiplier: float) -> DpEvent:

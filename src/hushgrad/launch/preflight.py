@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.sampling import Loader
@@ -100,7 +100,7 @@ def _require_certified(recipe: Recipe, probes: Batch) -> None:
     rows = rows_per_record(recipe.loss)
     capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
     objective = recipe.execution.objective(recipe.loss, params, (recipe.model,))
-    recipe.execution.gradients(objective, probes, capacity)
+    recipe.execution.taker(objective, probes, capacity)()
 
 
 def _tensor(column: Any) -> Tensor:

@@ -19,7 +19,7 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.batches.records import count
-from hushgrad.gradients.observed import RecordValues, observe
+from hushgrad.gradients import RecordValues, observe
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.noise import Noise, gaussian
 from hushgrad.parallel.single import refuse_wrapped, require_one_process

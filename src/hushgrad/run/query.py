@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -21,9 +21,7 @@ from hushgrad.clipping.aggregate import aggregate, piece_error, together
 from hushgrad.clipping.groups import Grouping, Groups, whole
 from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.guards import restored
-from hushgrad.gradients.objective import Objective
+from hushgrad.gradients import AnyGradients, Objective, restored
 from hushgrad.points import Values, swapped
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.run.execution import Execution
@@ -108,10 +106,10 @@ class Part:
 
     objective: Objective
     batch: Batch
-    gradients: Callable[[], Gradients]
+    gradients: Callable[[], AnyGradients]
     share: float = 1.0
 
-    def at(self, iterate: Values) -> Gradients:
+    def at(self, iterate: Values) -> AnyGradients:
         """Gradients at another iterate, with the random draws that `gradients()` will start from.
 
         To be called before `gradients()`, which moves the random state on: dropout is then the
@@ -160,7 +158,7 @@ class BatchPass:
         for batch, share in parts:
             weights = self._eager_weights(share)
             own = objective if weights is None else replace(objective, foreseen=weights)
-            yield Part(own, batch, partial(run.gradients, own, batch, capacity), share)
+            yield Part(own, batch, run.taker(own, batch, capacity), share)
 
     def _eager_weights(self, share: float) -> EagerWeights | None:
         """The weights of each group by itself, if there are several and the rule allows it."""
@@ -195,7 +193,7 @@ class ClippedSum:
 
     terms: Callable[..., Sequence[Summand]]
     iterates: Sequence[Values] = ()
-    vectors: Callable[[Part], Gradients] | None = None
+    vectors: Callable[[Part], AnyGradients] | None = None
     of_each_record: ClassVar[bool] = False
 
     def bounded(self, work: BatchPass | None) -> Bounded:

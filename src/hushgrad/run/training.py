@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hushgrad.batches.nested import leaves_of
 from hushgrad.clipping.pieces import pieces_for
-from hushgrad.gradients import check_optimizer, forget_structure
-from hushgrad.gradients.observed import RecordValues, observe
+from hushgrad.gradients import RecordValues, check_optimizer, forget_structure, observe
 from hushgrad.ledger import Budget, Entry
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.points import move

@@ -24,11 +24,20 @@ RANKS = (
     ("gradients",),
     # what is asked of them, and what it costs
     ("run.execution", "accounting"),
-    ("run.step", "ledger"),
+    ("run.query", "ledger"),
+    ("run.permit",),
+    ("run.step",),
     ("algorithms",),
     # a run
     ("run.plan",),
-    ("run.admission", "run.charging", "run.checkpoint", "run.drawn", "run.folder"),
+    (
+        "run.admission",
+        "run.charging",
+        "run.checkpoint",
+        "run.drawn",
+        "run.folder",
+        "run.saved_state",
+    ),
     ("run.guarantee", "run.odometer", "run.penalties", "run.randomness", "run.snapshot"),
     ("run.resuming", "run.evaluation"),
     ("run.training", "run"),

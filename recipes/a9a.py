@@ -11,7 +11,7 @@ from torch import nn
 import hushgrad as hg
 from hushgrad.data import LabelledTable, Split, a9a
 from hushgrad.launch.recipe import Recipe
-from recipes.classifier import Settings, classifier
+from hushgrad_recipes.classifier import Settings, classifier
 
 ATTRIBUTES = 14
 """A census record has 14 attributes, each of which sets at most one feature to 1: a row's norm is

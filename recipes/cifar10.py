@@ -7,8 +7,8 @@ from pathlib import Path
 import hushgrad as hg
 from hushgrad.data import cifar10
 from hushgrad.launch.recipe import Recipe
-from recipes.classifier import Settings, classifier
-from recipes.networks import cnn5
+from hushgrad_recipes.classifier import Settings, classifier
+from hushgrad_recipes.networks import cnn5
 
 
 def automatic(*, data: Path | None = None, seed: int = 0, epsilon: float = 3.0) -> Recipe:

@@ -10,11 +10,11 @@ from pathlib import Path
 import hushgrad as hg
 from hushgrad.data import mnist
 from hushgrad.launch.recipe import Recipe
-from recipes import strong as beyond
-from recipes.classifier import G1, Settings, classifier
-from recipes.images import Images, prepared, standardised, upright
-from recipes.networks import tanh_cnn
-from recipes.views import shifted
+from hushgrad_recipes import strong as beyond
+from hushgrad_recipes.classifier import G1, Settings, classifier
+from hushgrad_recipes.images import Images, prepared, standardised, upright
+from hushgrad_recipes.networks import tanh_cnn
+from hushgrad_recipes.views import shifted
 
 
 def automatic(*, data: Path | None = None, seed: int = 0, epsilon: float = 3.0) -> Recipe:

@@ -13,8 +13,8 @@ from hushgrad.data import Split
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import Augment, Views
 from hushgrad.types import Loss
-from recipes.classifier import Settings, classifier, cross_entropy
-from recipes.networks import tanh_cnn
+from hushgrad_recipes.classifier import Settings, classifier, cross_entropy
+from hushgrad_recipes.networks import tanh_cnn
 
 TUNED = (
     "steps, rate and preparation were tried on this public data set, by training on 50 000 of its "

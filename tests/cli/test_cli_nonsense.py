@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from hushgrad.cli import app
 from hushgrad.cli.chart import draw_chart
 from hushgrad.ledger import Ledger
-from hushgrad.reproductions import REPRODUCTIONS
+from hushgrad_reproductions import REPRODUCTIONS
 from hushgrad.run.guarantee import up
 
 NUMBERS = (

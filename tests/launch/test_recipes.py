@@ -17,11 +17,11 @@ from hushgrad.data import Split, digits
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import Views
 from hushgrad.sampling import Poisson
-from recipes import a9a, cifar10, fashion_mnist, mnist
-from recipes.classifier import Settings, classifier
-from recipes.images import standardised, upright
-from recipes.networks import cnn5, tanh_cnn
-from recipes.views import shifted
+from hushgrad_recipes import a9a, cifar10, fashion_mnist, mnist
+from hushgrad_recipes.classifier import Settings, classifier
+from hushgrad_recipes.images import standardised, upright
+from hushgrad_recipes.networks import cnn5, tanh_cnn
+from hushgrad_recipes.views import shifted
 
 real = pytest.mark.skipif("HUSHGRAD_DATA" not in os.environ, reason="HUSHGRAD_DATA is not set")
 

@@ -12,8 +12,8 @@ import torch
 from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
 from hushgrad.points import distance, point
-from hushgrad.reproductions import srm_mnist
-from hushgrad.reproductions.study import StudySettings
+from hushgrad_reproductions import srm_mnist
+from hushgrad_reproductions.study import StudySettings
 
 
 def stripes(records: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,13 +15,13 @@ import torch
 from hushgrad.data.split import Split
 from hushgrad.data.tables import a9a
 from hushgrad.glm import PrivateLogisticRegression
-from hushgrad.reproductions.linear import PENALTY, linear_task, minimum, perturbed
-from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
-from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad_reproductions.linear import PENALTY, linear_task, minimum, perturbed
+from hushgrad_reproductions.methods import METHODS, PAPER, TIGHT, Task
+from hushgrad_reproductions.srm_table2 import PUBLISHED, srm_table2
+from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.types import Relation
 
-MODULE = importlib.import_module("hushgrad.reproductions.srm_table2")
+MODULE = importlib.import_module("hushgrad_reproductions.srm_table2")
 
 
 def small(name: str, records: int = 400) -> Split:
@@ -71,7 +71,7 @@ def test_objective_perturbation_states_the_bound_on_rows_and_the_relation(
         made.append(PrivateLogisticRegression(**settings))
         return made[0]
 
-    monkeypatch.setattr("hushgrad.reproductions.linear.PrivateLogisticRegression", spied)
+    monkeypatch.setattr("hushgrad_reproductions.linear.PrivateLogisticRegression", spied)
     found = perturbed(
         linear_task(small("a9a"), scaled=scaled), epsilon=2.0, delta=1e-5, relation=relation, seed=0
     )

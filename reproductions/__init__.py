@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hushgrad.reproductions import (
+from hushgrad_reproductions import (
     glm_dimension,
     glm_lower_bound,
     lazy_region,
     srm_mnist,
     srm_table2,
 )
-from hushgrad.reproductions.study import StudySettings
+from hushgrad_reproductions.study import StudySettings
 
 Reproduction = Callable[[StudySettings], None]
 

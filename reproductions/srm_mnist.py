@@ -16,7 +16,7 @@ from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
 from hushgrad.points import swapped
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
 from hushgrad.run.training import train

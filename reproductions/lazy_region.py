@@ -22,8 +22,8 @@ from hushgrad.glm.descent import Descent
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, squared
 from hushgrad.glm.rows import scaled_rows
-from hushgrad.reproductions.descending import descended
-from hushgrad.reproductions.study import Figure, StudySettings, Table
+from hushgrad_reproductions.descending import descended
+from hushgrad_reproductions.study import Figure, StudySettings, Table
 
 EACH = 10_000
 """Records of each kind, as in the paper."""

@@ -22,8 +22,8 @@ from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import logistic
 from hushgrad.glm.rows import scaled_rows
-from hushgrad.reproductions.descending import descended, noise_multiplier
-from hushgrad.reproductions.study import Figure, StudySettings, Table
+from hushgrad_reproductions.descending import descended, noise_multiplier
+from hushgrad_reproductions.study import Figure, StudySettings, Table
 
 EPSILON, DELTA, STEPS = 2.0, 1e-5, 400
 RECORDS, RANK = 256, 5

@@ -8,8 +8,8 @@ from pathlib import Path
 from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
-from hushgrad.reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
-from hushgrad.reproductions.methods import (
+from hushgrad_reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
+from hushgrad_reproductions.methods import (
     BOTH_PARTS,
     C1,
     C2,
@@ -22,7 +22,7 @@ from hushgrad.reproductions.methods import (
     Method,
     Task,
 )
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
 
 EPSILONS = (0.2, 0.5)
 PUBLISHED = {

@@ -38,7 +38,8 @@ def correct(model: nn.Module) -> Callable[[Batch], Tensor]:
     @torch.no_grad()
     def right(batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        return (model(inputs).argmax(1) == labels).float()
+        hits: Tensor = model(inputs).argmax(1) == labels
+        return hits.float()
 
     return right
 
@@ -76,7 +77,8 @@ def classifier(
         torch.manual_seed(seed)
         model = network()
     if any(p.dim() == 4 for p in model.parameters()):
-        model = model.to(memory_format=torch.channels_last)  # convolutions are faster so
+        # Convolutions are faster so; torch's types leave this overload out.
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     return Recipe(
         model=model,

@@ -22,8 +22,9 @@ from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import logistic
 from hushgrad.glm.rows import scaled_rows
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad_reproductions.descending import descended, noise_multiplier
-from hushgrad_reproductions.study import Figure, StudySettings, Table
+from hushgrad_reproductions.study import Figure, Table
 
 EPSILON, DELTA, STEPS = 2.0, 1e-5, 400
 RECORDS, RANK = 256, 5

@@ -20,8 +20,9 @@ from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, logistic
 from hushgrad.glm.rows import scaled_rows
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad_reproductions.descending import descended
-from hushgrad_reproductions.study import Cell, Figure, StudySettings, Table
+from hushgrad_reproductions.study import Cell, Figure, Table
 
 EPSILON, DELTA, STEPS = 1.0, 1e-6, 200
 COPIES = (10, 100, 1000, 3000)

@@ -22,8 +22,9 @@ from hushgrad.glm.descent import Descent
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, squared
 from hushgrad.glm.rows import scaled_rows
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad_reproductions.descending import descended
-from hushgrad_reproductions.study import Figure, StudySettings, Table
+from hushgrad_reproductions.study import Figure, Table
 
 EACH = 10_000
 """Records of each kind, as in the paper."""

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad.points import swapped
-from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
 from hushgrad.run.training import train
 from hushgrad.types import Batch
+from hushgrad_reproductions.study import Figure, Table, figures
 
 EPSILONS = (1.2, 3.0)
 DELTA = 1e-5

@@ -8,6 +8,7 @@ from pathlib import Path
 from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad_reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
 from hushgrad_reproductions.methods import (
     BOTH_PARTS,
@@ -22,7 +23,7 @@ from hushgrad_reproductions.methods import (
     Method,
     Task,
 )
-from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad_reproductions.study import Figure, Table, figures
 
 EPSILONS = (0.2, 0.5)
 PUBLISHED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,13 +94,3 @@ def _plain(cell: Cell) -> object:
 def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
     """What several seeds gave, quantity by quantity."""
     return {key: Figure(tuple(run[key] for run in runs)) for key in runs[0]}
-
-
-@dataclass(frozen=True)
-class StudySettings:
-    """What a reproduction is run with: data sets, a folder for what it leaves, seeds."""
-
-    out: Path
-    data: Path | None = None
-    seeds: int = 10
-    progress: Callable[[str], None] = lambda line: None

@@ -34,7 +34,7 @@ RANKS = (
     # those who use it
     ("glm", "audit", "diagnosis", "testing"),
     ("__init__",),
-    ("launch", "reproductions"),
+    ("launch",),
     ("cli",),
     ("__main__",),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hushgrad.launch.builtin import CLASSIFIED
+from hushgrad.data import CLASSIFIED
 
 TOP = Path(__file__).parents[1]
 README = (TOP / "README.md").read_text(encoding="utf-8")

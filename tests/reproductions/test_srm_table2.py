@@ -15,11 +15,12 @@ import torch
 from hushgrad.data.split import Split
 from hushgrad.data.tables import a9a
 from hushgrad.glm import PrivateLogisticRegression
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad.types import Relation
 from hushgrad_reproductions.linear import PENALTY, linear_task, minimum, perturbed
 from hushgrad_reproductions.methods import METHODS, PAPER, TIGHT, Task
 from hushgrad_reproductions.srm_table2 import PUBLISHED, srm_table2
-from hushgrad_reproductions.study import Figure, StudySettings, Table, figures
-from hushgrad.types import Relation
+from hushgrad_reproductions.study import Figure, Table, figures
 
 MODULE = importlib.import_module("hushgrad_reproductions.srm_table2")
 

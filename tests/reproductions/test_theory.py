@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad_reproductions import glm_dimension as dimension
 from hushgrad_reproductions import glm_lower_bound as lower
 from hushgrad_reproductions import lazy_region as lazy
 from hushgrad_reproductions.descending import noise_multiplier
 from hushgrad_reproductions.glm_lower_bound import LOGISTIC, SQUARED
-from hushgrad_reproductions.study import StudySettings
 
 
 def settings(out: Path, seeds: int = 2) -> StudySettings:

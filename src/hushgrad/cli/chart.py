@@ -13,7 +13,7 @@ ChartCurve = Sequence[tuple[float, float]]
 def draw_chart(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
     """Draw a curve that starts at (0, 0) with characters, its axes labelled.
 
-    >>> print(drawn([(1, 1.0), (2, 2.0)], width=8, height=2))
+    >>> print(draw_chart([(1, 1.0), (2, 2.0)], width=8, height=2))
            2 ┤    ▁▃▅▇
            1 ┤▁▃▅▇████
              └────────
@@ -45,7 +45,7 @@ def _at(curve: ChartCurve, x: float) -> float:
     return before[1]
 
 
-def saved(curves: dict[str, ChartCurve], path: Path, *, title: str) -> None:
+def save_chart(curves: dict[str, ChartCurve], path: Path, *, title: str) -> None:
     """Write the curves, by name, to an image file."""
     from matplotlib.figure import Figure  # takes a second to import
 

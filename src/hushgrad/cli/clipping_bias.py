@@ -15,18 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hushgrad import clipping
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
+from hushgrad.clipping.named import CLIPS
 from hushgrad.glm import losses
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 
-RULES = {
-    "abadi": clipping.abadi,
-    "automatic": lambda norm: clipping.automatic(clip_norm=norm),
-    "normalize": clipping.normalize,
-    "reparameterized": clipping.reparameterized,
-    "discard": clipping.discard,
-}
 LOSSES = {
     "logistic": losses.logistic,
     "squared": losses.squared,
@@ -40,7 +33,7 @@ _POINTS = 401
 
 def clipping_bias(
     loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "logistic",
-    rules: Annotated[str, typer.Option(help="some of " + ", ".join(RULES))] = "abadi,automatic",
+    rules: Annotated[str, typer.Option(help="some of " + ", ".join(CLIPS))] = "abadi,automatic",
     norms: Annotated[str, typer.Option(help="clipping norms, with commas")] = "0.05,0.1,0.2,0.5,1",
     data: Annotated[
         Path | None, typer.Option(help="a CSV file of two columns, feature and label; public data")
@@ -56,11 +49,11 @@ def clipping_bias(
     x = 1 of label −1, on which clipping below 1/4 costs log 1/R whatever the number of records
     (or, for losses of numbers, targets 0, 1 and 8 at x = 1). It reads records and adds no noise.
     """
-    with errors_explained():
+    with explain_errors():
         features, labels = _records(loss, data)
         problems = {
             (rule, norm): ClippedObjective(
-                Huberised(_chosen(LOSSES, loss, "loss")(), _chosen(RULES, rule, "rule")(norm)),
+                Huberised(_chosen(LOSSES, loss, "loss")(), _chosen(CLIPS, rule, "rule")(norm)),
                 features,
                 labels,
             )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
 from hushgrad.launch.demo import EPSILONS, NAMES, TUNED, Trained, train_all
 from hushgrad.launch.words import examples, in_words
 from hushgrad.run.guarantee import up
@@ -51,7 +51,7 @@ def demo(
             tasks[label] = bar.add_task(label, total=steps)
         bar.update(tasks[label], completed=step)  # type: ignore[arg-type]
 
-    with errors_explained():
+    with explain_errors():
         if not output.parent.is_dir():
             raise ValueError(f"expected a folder that is there, got {output.parent}; make it")
         with bar, one_thread():

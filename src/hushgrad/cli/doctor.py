@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.cli.target import called, function_named
+from hushgrad.cli.target import explain_failure, find_function
 from hushgrad.diagnosis import doctor as examine
 
 
@@ -32,7 +32,7 @@ def doctor(
     model, loss, batch = _load(target)
     console = Console()
     try:
-        with called("the model and its loss"):
+        with explain_failure("the model and its loss"):
             diagnosis = examine(model, loss, batch)
     except ValueError as refusal:
         if as_json:
@@ -50,8 +50,8 @@ def doctor(
 
 def _load(target: str) -> Any:
     try:
-        with called(target):
-            model, loss, batch = function_named(target)()
+        with explain_failure(target):
+            model, loss, batch = find_function(target)()
         _require_model(model, loss, batch)
     except (OSError, ValueError) as error:
         message = (

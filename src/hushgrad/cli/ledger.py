@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hushgrad.accounting import gaussian, poisson, repeated
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
 from hushgrad.cli.parameters import AsJson
 from hushgrad.events import steps_of
 from hushgrad.ledger import Budget, Filter, Ledger, order_for, renyi, total
@@ -83,7 +83,7 @@ def set_budget(
     and gives back the steps that a run did not take; name the order, or a typical run to choose it
     for. Exits with 2, and writes nothing, if that makes no sense or less than what is spent.
     """
-    with errors_explained():
+    with explain_errors():
         require_budget(name, epsilon=epsilon, delta=delta)
         sizes = (typical_records, typical_batch, typical_epochs, typical_noise_multiplier)
         rule = _rule(filter, order, sizes, delta, relation or Relation.ADD_REMOVE)
@@ -141,7 +141,7 @@ def export(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Ledger]:
-    with errors_explained():
+    with explain_errors():
         if not path.exists():
             raise ValueError(
                 f"expected a ledger, got no file at {path}; name one with --ledger, or make one "

@@ -15,12 +15,13 @@ def one_of(known: Mapping[str, object], *, help: str) -> Any:
 
     Args:
         known: the registry; the names are its keys.
-        help: what the option is for.
+        help: what the option is for; the names are added to it.
 
     Returns:
         What `Annotated[str, …]` takes for an option of typer's.
     """
-    return typer.Option(parser=name_in(known), metavar="|".join(known), help=help)
+    names = ", ".join(known)
+    return typer.Option(parser=name_in(known), metavar="NAME", help=f"{help}: {names}")
 
 
 def name_in(known: Mapping[str, object]) -> Callable[[str], str]:

@@ -118,7 +118,7 @@ class Relay(logging.Handler):
 
 
 @contextmanager
-def certifying(*, quiet: bool) -> Iterator[None]:
+def show_certification(*, quiet: bool) -> Iterator[None]:
     """Show the progress of a certification that comes before the first step."""
     console = Console(stderr=True, quiet=quiet)
     with console.status("checking the recipe") as status, Relay(status.update, console):

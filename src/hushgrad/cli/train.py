@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +13,22 @@ from warnings import catch_warnings, filterwarnings
 
 import typer
 
-from hushgrad.cli.errors import errors_explained
-from hushgrad.cli.progress import Bar, certifying
+from hushgrad.algorithms.named import NAMED
+from hushgrad.cli.errors import explain_errors
+from hushgrad.cli.progress import Bar, show_certification
 from hushgrad.cli.request import (
-    asked_for,
-    budget_for,
-    folder_of,
+    folder_to_resume,
     free_folder,
+    read_call,
+    recipe_lines,
     request_for,
-    resumed_request,
+    request_to_resume,
 )
-from hushgrad.cli.target import called
+from hushgrad.cli.target import explain_failure
+from hushgrad.cli.terms import open_budget
+from hushgrad.clipping.named import CLIPS
+from hushgrad.data import CLASSIFIED
+from hushgrad.launch.builtin import MODELS
 from hushgrad.launch.loop import carry_out, start
 from hushgrad.launch.preflight import check
 from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end, write_progress
@@ -37,8 +42,14 @@ INTERRUPTED = 130
 _CHECKPOINTS = 20  # of a whole run, if nothing else is asked for
 
 
-def _of_recipe(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Options of the recipe", metavar="VALUE")
+def _of_recipe(text: str, registry: Iterable[str] = ()) -> Any:
+    """An option that is declared for its help alone: the recipe's function says what it takes."""
+    names = ", ".join(registry)
+    return typer.Option(
+        help=f"{text} {names}; without a RECIPE" if names else text,
+        rich_help_panel="Options of the recipe",
+        metavar="VALUE",
+    )
 
 
 def train(
@@ -46,20 +57,19 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE]",
-            help="file.py:function or module:function, which returns a Recipe, or a data set; any "
-            "parameter of the function is an option",
+            help="file.py:function or module:function, which returns a Recipe, or a name of "
+            "hushgrad train list; any parameter of the function is an option",
         ),
     ] = None,
-    dataset: Annotated[str | None, _of_recipe("digits, mnist, a9a, …, without a RECIPE")] = None,
-    model: Annotated[str | None, _of_recipe("linear, mlp or cnn, without a RECIPE")] = None,
+    dataset: Annotated[str | None, _of_recipe("one of", CLASSIFIED)] = None,
+    model: Annotated[str | None, _of_recipe("one of", MODELS)] = None,
     epsilon: Annotated[str | None, _of_recipe("ε of the whole run")] = None,
     delta: Annotated[str | None, _of_recipe("δ of the whole run, below 1 / records")] = None,
     batch: Annotated[str | None, _of_recipe("the expected size of a batch")] = None,
     epochs: Annotated[str | None, _of_recipe("expected passes over the data")] = None,
     lr: Annotated[str | None, _of_recipe("the learning rate")] = None,
-    algorithm: Annotated[
-        str | None, _of_recipe("sgd, gd, srm, spiderboost, rrpsgd, agd or ldp, without a RECIPE")
-    ] = None,
+    clip: Annotated[str | None, _of_recipe("the clipping rule, one of", CLIPS)] = None,
+    algorithm: Annotated[str | None, _of_recipe("one of", NAMED)] = None,
     data: Annotated[
         Path | None, typer.Option(help="the folder of the data sets; HUSHGRAD_DATA if left out")
     ] = None,
@@ -86,32 +96,39 @@ def train(
     written or spent then. Ctrl-C leaves a checkpoint and exits with 130.
     """
     named = {"dataset": dataset, "model": model, "epsilon": epsilon, "delta": delta}
-    named |= {"batch": batch, "epochs": epochs, "lr": lr, "algorithm": algorithm}
+    named |= {"batch": batch, "epochs": epochs, "lr": lr, "clip": clip}
+    named["algorithm"] = algorithm
+    if arguments == ["list"]:
+        list_recipes()
+        return
     with ExitStack() as stack:
-        with errors_explained():
-            asked = asked_for(arguments or [], named)
-            budget = stack.enter_context(budget_for(ledger, dataset_name))
-            folder = folder_of(output) if resume else free_folder(output, asked.name)
+        with explain_errors():
+            call = read_call(arguments or [], named)
+            budget = stack.enter_context(open_budget(ledger, dataset_name, "--dataset-name"))
+            folder = folder_to_resume(output) if resume else free_folder(output, call.name)
             charged = ["--ledger", str(ledger), "--dataset-name", str(dataset_name)]
-            request = request_for(asked, seed=seed, data=data, ledger=charged if budget else [])
+            request = request_for(call, seed=seed, data=data, ledger=charged if budget else [])
             if resume:
-                request = resumed_request(request, folder)
+                request = request_to_resume(request, folder)
             with catch_warnings():
                 # `check` refuses what this warns of.
                 filterwarnings("ignore", "expected delta below 1 / records", UserWarning)
-                recipe = asked.recipe(data=data, seed=request.weights_seed)
-            with certifying(quiet=quiet or as_json), called("the recipe's model and loss"):
+                recipe = call.recipe(data=data, seed=request.weights_seed)
+            with (
+                show_certification(quiet=quiet or as_json),
+                explain_failure("the recipe's model and loss"),
+            ):
                 check(recipe, device=device)
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
-            stopped = stack.enter_context(interrupts())
+            stopped = stack.enter_context(catch_interrupts())
             run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
         if not (folder / VERSIONS).exists():
-            with or_say_how_to_go_on(request, folder):
+            with explain_how_to_resume(request, folder):
                 write_beginning(run, folder, request)
         every = checkpoint_every or max(1, len(run) // _CHECKPOINTS)
         with (
             Bar(run.plan, quiet=quiet or as_json, taken=run.steps_taken) as bar,
-            or_say_how_to_go_on(request, folder, run),
+            explain_how_to_resume(request, folder, run),
         ):
             outcome = carry_out(
                 run,
@@ -121,15 +138,23 @@ def train(
                 each_step=bar,
                 stopped=stopped,
             )
-        with or_say_how_to_go_on(request, folder):
+        with explain_how_to_resume(request, folder):
             if not outcome.finished:
                 _say_how_to_resume(run, folder, request)
             found = write_end(outcome, recipe, folder, request)
         _say(found, run, folder, as_json=as_json)
 
 
+def list_recipes() -> None:
+    """Print the recipes and data sets that can be trained by name, each with a line on it."""
+    lines = list(recipe_lines())
+    width = max(len(name) for name, _ in lines)
+    for name, line in lines:
+        typer.echo(f"{name:{width}}  {line}")
+
+
 @contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
+def catch_interrupts() -> Iterator[Callable[[], bool]]:
     """Tell whether Ctrl-C was pressed, so that a step is not broken off; twice ends at once."""
     pressed = False
 
@@ -146,7 +171,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def or_say_how_to_go_on(request: Request, folder: Path, run: Run | None = None) -> Iterator[None]:
+def explain_how_to_resume(request: Request, folder: Path, run: Run | None = None) -> Iterator[None]:
     """Turn an error into a sentence, how far the run came, and how to go on once that is mended."""
     try:
         yield

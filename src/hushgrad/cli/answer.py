@@ -10,7 +10,7 @@ from rich.table import Table
 from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.cli.chart import ChartCurve, draw_chart
-from hushgrad.cli.question import Question, SamplingName
+from hushgrad.cli.question import Question
 from hushgrad.run.guarantee import up
 from hushgrad.types import Refused, Relation
 
@@ -25,7 +25,7 @@ def answer_lines(
     mark = "" if accountant.proves else "≈ "
     yield (
         f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
-        f"{question.relation.value}, {batches.name.value} sampling"
+        f"{question.relation.value}, {batches.name} sampling"
     )
     cut = "" if batches.max_batch is None else f", batches cut at {batches.max_batch}"
     yield (
@@ -54,7 +54,7 @@ def _table(question: Question, accountant: Accountant, spent: float) -> Table:
         known = {question.relation: spent} if other is accountant else {}
         cells = [_cell(question, other, relation, known) for relation in Relation]
         table.add_row(other.name, *cells)
-    if question.batches.name is SamplingName.WITHOUT_REPLACEMENT:
+    if question.batches.name == "without-replacement":
         formula = _closed_form(question)
         cells = [formula if relation is Relation.REPLACE_ONE else "–" for relation in Relation]
         table.add_row("DP-SRM's lemmas", *cells)

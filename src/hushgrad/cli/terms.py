@@ -1,4 +1,4 @@
-"""What `hushgrad plan` may still spend: the budget of a data set, or what the options say."""
+"""The terms of a plan: what it may cost, by the options or by the budget of a data set."""
 
 from __future__ import annotations
 
@@ -27,20 +27,29 @@ class Terms:
 
 
 @contextmanager
-def budget_at(ledger: Path | None, dataset: str | None) -> Iterator[Budget | None]:
-    """Open the budget of a data set, or none if none was named. Nothing is written."""
-    if (ledger is None) != (dataset is None):
-        missing = "--ledger" if ledger is None else "--dataset"
-        raise ValueError(f"expected --ledger and --dataset together, got no {missing}; give both")
-    if ledger is None or dataset is None:
+def open_budget(ledger: Path | None, name: str | None, option: str) -> Iterator[Budget | None]:
+    """Open the budget of a data set, or yield None if none was named. Nothing is written.
+
+    Args:
+        ledger: the ledger's file.
+        name: the data set's name in it.
+        option: the option that gives the name, for messages.
+
+    Raises:
+        ValueError: only one of the two was given, the file is no ledger, or it has no such budget.
+    """
+    if (ledger is None) != (name is None):
+        missing = "--ledger" if ledger is None else option
+        raise ValueError(f"expected --ledger and {option} together, got no {missing}; give both")
+    if ledger is None or name is None:
         yield None
         return
-    if not ledger.exists():
+    if not ledger.is_file():  # opening one would make it
         raise ValueError(
-            f"expected a ledger, got no file at {ledger}; make one with hushgrad ledger set-budget"
+            f"expected a ledger, got no file {ledger}; make one with hushgrad ledger set-budget"
         )
     with Ledger(ledger) as books:
-        yield books.budget(dataset)
+        yield books.budget(name)
 
 
 def terms_of(

@@ -41,7 +41,15 @@ ErrorCurve = list[tuple[int, float, float]]
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """What was run: a batch, passes over the data, a rate of SGD, and C2 where there is one."""
+    """A method as it was tuned.
+
+    Args:
+        name: what the table calls it.
+        batch: the expected size of a batch.
+        passes: expected passes over the data.
+        rate: the learning rate of SGD.
+        gamma: γ = C2 of DP-SRM, None for DP-SGD.
+    """
 
     name: str
     batch: int
@@ -52,7 +60,7 @@ class TunedMethod:
     def plan(self, records: int, epsilon: float) -> Plan:
         """Poisson batches, add or remove one record, privacy loss distributions.
 
-        Given out is the mean of the points of the last quarter, for both methods alike.
+        What is returned is the mean of the iterates of the last quarter, for both methods alike.
         """
         rule = (
             Sgd()
@@ -101,7 +109,7 @@ def network() -> nn.Sequential:
 
 
 def srm_mnist(settings: StudySettings) -> None:
-    """Test errors at both budgets, and a figure of them by iterations and by time."""
+    """Compare DP-SRM with DP-SGD on MNIST at both budgets, by iterations and by time."""
     split = mnist(settings.data)
     table = Table(
         "DP-SRM and DP-SGD on MNIST, δ = 1e-5",
@@ -109,7 +117,7 @@ def srm_mnist(settings: StudySettings) -> None:
         notes=[
             f"Means of {settings.seeds} seeds with 95 % confidence intervals.",
             "Add or remove one record, Poisson sampling, privacy loss distributions.",
-            "The mean of the points of the last quarter is given out, which costs nothing.",
+            "The mean of the iterates of the last quarter is returned, which costs nothing.",
             f"C1 = {C1}; batches, rates, C2 = γ and the average were tried out on MNIST itself: "
             "non-private knowledge, which no guarantee covers.",
         ],
@@ -121,13 +129,13 @@ def srm_mnist(settings: StudySettings) -> None:
             found = curves[epsilon, method.name] = []
             for seed in range(settings.seeds):
                 settings.progress(f"{method.name}, ε = {epsilon}, seed {seed}")
-                found.append(_trained(made, method.rate, split.train, split.test, seed))
+                found.append(_train_with_curve(made, method.rate, split.train, split.test, seed))
             _add(table, epsilon, method, made, found)
             table.save(settings.out, "srm-mnist")
     _draw(curves, settings.out / "srm-mnist.png")
 
 
-def _trained(
+def _train_with_curve(
     plan: Plan,
     rate: float,
     data: tuple[Tensor, Tensor],

@@ -9,7 +9,13 @@ from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
 from hushgrad.launch.reproduction import StudySettings
-from hushgrad_reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
+from hushgrad_reproductions.linear import (
+    LinearTask,
+    fit_by_plan,
+    fit_perturbed,
+    linear_task,
+    minimum,
+)
 from hushgrad_reproductions.methods import (
     BOTH_PARTS,
     C1,
@@ -51,7 +57,10 @@ STUDIES: tuple[tuple[Load, tuple[tuple[Accounting, bool], ...]], ...] = (
 
 
 def srm_table2(settings: StudySettings) -> None:
-    """Both data sets; a9a with rows scaled and not, each by both ways of accounting."""
+    """Compare DP-SRM with its baselines on a9a and ijcnn1, by the paper's and by tight accounting.
+
+    a9a is run with rows scaled and as they are, ijcnn1 with rows scaled.
+    """
     for load, ways in STUDIES:
         _study(settings, load, ways)
 
@@ -91,7 +100,7 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
                 if scaled and accounting is TIGHT:
                     curves[epsilon, method.name] = curve
             runs = [
-                perturbed(
+                fit_perturbed(
                     task_problem,
                     epsilon=epsilon,
                     delta=DELTA,
@@ -120,7 +129,7 @@ def _runs(
     )
     made, rate = method.plan(task), method.rate(task)
     runs = [
-        fitted(
+        fit_by_plan(
             problem,
             made,
             rate=rate,

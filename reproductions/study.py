@@ -14,7 +14,11 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Figure:
-    """The values of one quantity over several seeds."""
+    """The values of one quantity over several seeds.
+
+    >>> print(Figure((1.0, 2.0, 3.0)))
+    2.0 ± 2.5
+    """
 
     values: tuple[float, ...]
 
@@ -44,7 +48,19 @@ Cell = str | int | float | Figure | None
 
 @dataclass
 class Table:
-    """Rows of cells under headings, to be read by people and by programs."""
+    """Rows of cells under headings, to be read by people and by programs.
+
+    Args:
+        title: the heading of the page.
+        headings: one for each column.
+        rows: the cells, row by row.
+        notes: what a reader must know of the figures.
+
+    >>> table = Table("Errors", ("ε", "error"))
+    >>> table.add(3.0, None)
+    >>> print(table.markdown().splitlines()[-1])
+    | 3 | – |
+    """
 
     title: str
     headings: Sequence[str]
@@ -52,7 +68,11 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def add(self, *cells: Cell) -> None:
-        """Add a row."""
+        """Add a row.
+
+        Raises:
+            ValueError: there are more or fewer cells than headings.
+        """
         if len(cells) != len(self.headings):
             raise ValueError(
                 f"expected a cell for each of the {len(self.headings)} headings, got {len(cells)}"
@@ -61,6 +81,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table and its notes as Markdown."""
+        # None is a dash, so that a missing figure is not taken for 0.
         lines = [self.headings, ["---"] * len(self.headings), *self.rows]
         body = "\n".join("| " + " | ".join(map(cell_text, line)) + " |" for line in lines)
         notes = "".join(f"\n- {note}" for note in self.notes)
@@ -92,5 +113,9 @@ def _plain(cell: Cell) -> object:
 
 
 def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
-    """What several seeds gave, quantity by quantity."""
+    """What several seeds gave, quantity by quantity.
+
+    >>> figures([{"loss": 1.0}, {"loss": 2.0}])["loss"].values
+    (1.0, 2.0)
+    """
     return {key: Figure(tuple(run[key] for run in runs)) for key in runs[0]}

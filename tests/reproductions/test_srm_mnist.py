@@ -47,7 +47,7 @@ def test_a_curve_ends_at_what_the_run_gives_out(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(srm_mnist, "_error", noted)
     method = srm_mnist.TunedMethod("DP-SGD", batch=20, passes=4.1, rate=0.5)
-    curve = srm_mnist._trained(method.plan(200, 50.0), method.rate, data, data, 0)
+    curve = srm_mnist._train_with_curve(method.plan(200, 50.0), method.rate, data, data, 0)
     assert [steps for steps, _, _ in curve] == list(range(3, 42, 2))
     assert distance(seen[-1], point(dict(model.named_parameters()))) == 0
     assert distance(seen[-2], seen[-1]) > 0

@@ -85,7 +85,7 @@ def test_the_excess_risk_is_free_of_the_dimension_until_a_projection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dimension, "STEPS", 40)
-    given, noise = dimension.problem(128), noise_multiplier(2.0, 1e-5, 40) / 128
+    given, noise = dimension.risk_problem(128), noise_multiplier(2.0, 1e-5, 40) / 128
     small, large = (dimension.excess_risks(given, p, noise=noise, seeds=4) for p in (6, 2000))
     free = [np.array(risks["free"].values) for risks in (small, large)]
     spread = math.hypot(*(np.std(values, ddof=1) / 2 for values in free))
@@ -113,7 +113,7 @@ def test_without_noise_no_dimension_and_no_projection_shows(
 ) -> None:
     monkeypatch.setattr(dimension, "STEPS", 30)
     monkeypatch.setattr(dimension, "EPSILON", math.inf)
-    given = dimension.problem(64)
+    given = dimension.risk_problem(64)
     found = [dimension.excess_risks(given, p, noise=0.0, seeds=1) for p in (5, 500)]
     for risks in found:
         assert risks["free"].mean == pytest.approx(found[0]["free"].mean, rel=1e-9)

@@ -1,4 +1,4 @@
-"""The accounting commands' answer for a reader: every accountant, every relation, the growth."""
+"""What the accounting commands print: ε by every accountant and relation, and its growth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ _POINTS = 20
 def answer_lines(
     question: Question, accountant: Accountant, spent: float, *, width: int
 ) -> Iterator[Table | str]:
-    """Yield what is printed."""
+    """Yield what is printed, from top to bottom.
+
+    Args:
+        question: the run.
+        accountant: the one that was asked for.
+        spent: the run's ε by it.
+        width: of the chart, in characters.
+    """
     batches = question.batches
     mark = "" if accountant.proves else "≈ "
     yield (
@@ -51,6 +58,7 @@ def _table(question: Question, accountant: Accountant, spent: float) -> Table:
     for relation in Relation:
         table.add_column(relation.value, justify="right", no_wrap=True)
     for other in ACCOUNTANTS.values():
+        # The number that was asked for took a while already.
         known = {question.relation: spent} if other is accountant else {}
         cells = [_cell(question, other, relation, known) for relation in Relation]
         table.add_row(other.name, *cells)
@@ -88,7 +96,12 @@ def _cell(
 
 
 def growth(question: Question, accountant: Accountant) -> ChartCurve:
-    """ε after some of the steps, by the accountant's sketch, which over-states it a little."""
+    """ε after some of the steps, by the accountant's sketch, which over-states it a little.
+
+    Args:
+        question: the run.
+        accountant: whose sketch is taken: a curve is looked at, and never stated as a guarantee.
+    """
     points = sorted({max(1, round(question.steps * k / _POINTS)) for k in range(1, _POINTS + 1)})
     quick, relation = accountant.sketch(), question.relation
     return [

@@ -13,6 +13,11 @@ ChartCurve = Sequence[tuple[float, float]]
 def draw_chart(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
     """Draw a curve that starts at (0, 0) with characters, its axes labelled.
 
+    Args:
+        curve: the points after (0, 0); an infinite y is drawn beyond the top.
+        width: of the axis, in characters.
+        height: in lines.
+
     >>> print(draw_chart([(1, 1.0), (2, 2.0)], width=8, height=2))
            2 ┤    ▁▃▅▇
            1 ┤▁▃▅▇████
@@ -46,7 +51,13 @@ def _at(curve: ChartCurve, x: float) -> float:
 
 
 def save_chart(curves: dict[str, ChartCurve], path: Path, *, title: str) -> None:
-    """Write the curves, by name, to an image file."""
+    """Write curves to an image file, whose ending says of which kind.
+
+    Args:
+        curves: by the names that the legend gives them.
+        path: the file.
+        title: what stands above.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(6, 4), layout="constrained")

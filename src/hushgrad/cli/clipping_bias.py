@@ -27,7 +27,7 @@ LOSSES = {
     "huber": losses.huber,
     "poisson": losses.poisson,
 }
-_RADIUS = 50.0
+_RADIUS = 50.0  # where minimisers are looked for; on its edge there is none
 _POINTS = 401
 
 
@@ -53,7 +53,7 @@ def clipping_bias(
         features, labels = _records(loss, data)
         problems = {
             (rule, norm): ClippedObjective(
-                Huberised(_chosen(LOSSES, loss, "loss")(), _chosen(CLIPS, rule, "rule")(norm)),
+                Huberised(_entry(LOSSES, loss, "loss")(), _entry(CLIPS, rule, "rule")(norm)),
                 features,
                 labels,
             )
@@ -72,7 +72,7 @@ def clipping_bias(
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
+        table.add_row(*(_cell(value) for value in row.values()))
     console = Console()
     console.print(table)
     console.print(f"Picture: {output}, table: {output.with_suffix('.csv')}", highlight=False)
@@ -98,7 +98,7 @@ def _records(loss: str, data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(x, dtype=torch.float64)[:, None], torch.tensor(y, dtype=torch.float64)
 
 
-def _chosen(options: dict[str, Any], name: str, what: str) -> Any:
+def _entry(options: dict[str, Any], name: str, what: str) -> Any:
     if name not in options:
         raise ValueError(f"expected a {what} among {', '.join(options)}, got {name!r}")
     return options[name]
@@ -128,7 +128,7 @@ def _row(rule: str, norm: float, problem: ClippedObjective) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) else f"{value:.4g}"

@@ -62,14 +62,14 @@ def demo(
         return
     console = Console()
     console.print(_table(found))
-    for paragraph in _explained(found):
+    for paragraph in _paragraphs(found):
         console.print(paragraph, highlight=False)
     console.print(f"Picture: {output}", highlight=False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Models this small run faster on one thread than on two that wait for one another."""
+    """Use one thread: models this small are slower on two, which wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,10 +88,11 @@ def _table(found: list[Trained]) -> Table:
     return table
 
 
-def _explained(found: list[Trained]) -> list[str]:
+def _paragraphs(found: list[Trained]) -> list[str]:
     guarantees = [t.guarantee for t in found if t.guarantee is not None]
     loose, tight = guarantees[0], guarantees[1]
     total = math.fsum(g.epsilon_if_secret for g in guarantees)
+    # Basic composition: valid whatever the runs are, and easy to follow.
     delta = math.fsum(g.delta for g in guarantees)
     return [
         in_words(loose),
@@ -118,7 +119,12 @@ def _facts(found: list[Trained], output: Path) -> dict[str, object]:
 
 
 def save_picture(found: list[Trained], path: Path) -> None:
-    """Draw the accuracies as bars into an image file."""
+    """Draw the accuracies as bars into an image file.
+
+    Args:
+        found: the models, in the order in which `train_all` returns them.
+        path: the file, whose ending says of which kind it is.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(6, 4), layout="constrained")

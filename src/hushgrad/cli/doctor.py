@@ -34,7 +34,7 @@ def doctor(
     try:
         with explain_failure("the model and its loss"):
             diagnosis = examine(model, loss, batch)
-    except ValueError as refusal:
+    except ValueError as refusal:  # a finding about the model, not a mistake in the command
         if as_json:
             typer.echo(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
         else:
@@ -49,6 +49,7 @@ def doctor(
 
 
 def _load(target: str) -> Any:
+    """Model, loss and batch of the function that the target names."""
     try:
         with explain_failure(target):
             model, loss, batch = find_function(target)()

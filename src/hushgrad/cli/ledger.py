@@ -47,7 +47,7 @@ OneName = Annotated[str | None, typer.Argument(help="a data set; all of them if 
 @ledger.command()
 def show(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = False) -> None:
     """Say for each data set what its budget is, what is spent, and what is left."""
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         accounts = [budget.account for budget in _budgets(books, name)]
     if as_json:
         typer.echo(json.dumps([_facts(account) for account in accounts]))
@@ -58,7 +58,7 @@ def show(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = Fa
     console = Console()
     for account in accounts:
         open_runs = sum(row.settled is None for row in account.rows)
-        console.print(f"[bold]{escape(account.name)}[/bold]: {_spelled(account)}")
+        console.print(f"[bold]{escape(account.name)}[/bold]: {_terms_in_words(account)}")
         console.print(f"{len(account.rows)} runs, {open_runs} of them open")
         console.print(_sums(account))
 
@@ -94,13 +94,13 @@ def set_budget(
                 name, epsilon=epsilon, delta=delta, relation=relation, rule=rule
             )
             account = budget.account
-    typer.echo(f"{name}: {_spelled(account)}")
+    typer.echo(f"{name}: {_terms_in_words(account)}")
 
 
 @ledger.command()
 def history(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = False) -> None:
     """List what happened, oldest first."""
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         _budgets(books, name)  # a name that is not there is an error, and not an empty history
         found = books.history(name)
     if as_json:
@@ -121,9 +121,9 @@ def export(
 
     Left out are what would tell of the data or the noise: fingerprints, digests and the salt.
     """
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         whole = {
-            "budgets": [_exported(budget.account) for budget in _budgets(books, None)],
+            "budgets": [_account_for_export(budget.account) for budget in _budgets(books, None)],
             "history": books.history(),
         }
         text = json.dumps(whole, indent=2)
@@ -140,7 +140,8 @@ def export(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Ledger]:
+def _open_ledger(path: Path) -> Iterator[Ledger]:
+    """The ledger in a file that is there: to look at one must not make one."""
     with explain_errors():
         if not path.exists():
             raise ValueError(
@@ -189,7 +190,7 @@ def _rule(
     return renyi(order_for(run, delta=delta, relation=relation))
 
 
-def _spelled(account: Account) -> str:
+def _terms_in_words(account: Account) -> str:
     budget = f"({account.epsilon:g}, {account.delta:g})-DP"
     return f"{budget}, {account.relation.value}, filter {account.rule.spelled}"
 
@@ -232,7 +233,7 @@ def _facts(account: Account) -> dict[str, Any]:
     }
 
 
-def _exported(account: Account) -> dict[str, Any]:
+def _account_for_export(account: Account) -> dict[str, Any]:
     return _facts(account) | {"runs": [_run(row, account.charges) for row in account.rows]}
 
 

@@ -18,7 +18,14 @@ from hushgrad.types import Relation
 
 @dataclass(frozen=True)
 class Terms:
-    """How a plan is to be accounted for; `epsilon` is what it may cost, None if nobody said."""
+    """How a plan is to be accounted for.
+
+    Args:
+        epsilon: what it may cost, None if neither the options nor a budget say.
+        delta: δ.
+        relation: what makes two data sets neighbours.
+        accountant: what turns the plan into ε.
+    """
 
     epsilon: float | None
     delta: float
@@ -62,8 +69,16 @@ def terms_of(
 ) -> Terms:
     """Put the options together with what the budget says where they say nothing.
 
-    `calibrated` asks for the ε that the budget has left. Under the filter renyi that ε belongs to
-    the filter's own order and δ, so neither can be chosen then.
+    Args:
+        budget: the budget that the plan must fit, if there is one.
+        accountant: a name in `ACCOUNTANTS`; PLD if left out.
+        relation: that of the budget, or add/remove, if left out.
+        delta: what the budget has left if left out.
+        calibrated: whether the plan is to cost the ε that the budget has left.
+
+    Raises:
+        ValueError: the options contradict the budget. Under the filter renyi the ε that is left
+            belongs to the filter's own order and δ, so neither can be chosen.
     """
     chosen = None if accountant is None else ACCOUNTANTS[accountant]
     require_proof(chosen or PLD)
@@ -102,6 +117,16 @@ def terms_of(
 
 
 def require_room(budget: Budget, event: DpEvent, spent: float, terms: Terms) -> None:
-    """Refuse a run that the budget would not take."""
+    """Raise unless the budget would take a run.
+
+    Args:
+        budget: the budget of the data set.
+        event: the whole run.
+        spent: its ε, under the terms.
+        terms: how it is accounted for.
+
+    Raises:
+        Refused: the budget has less left.
+    """
     account = budget.account
     account.require_room(account.cost(Spend(event, terms.relation, spent, terms.delta)))

@@ -122,6 +122,7 @@ def train(
             rng = Rng.from_os() if seed is None else Rng.fixed(seed)
             stopped = stack.enter_context(catch_interrupts())
             run = start(recipe, rng=rng, folder=folder, budget=budget, resume=resume, device=device)
+        # It is the last file of the beginning: a run that was killed before it begins again here.
         if not (folder / VERSIONS).exists():
             with explain_how_to_resume(request, folder):
                 write_beginning(run, folder, request)
@@ -155,7 +156,10 @@ def list_recipes() -> None:
 
 @contextmanager
 def catch_interrupts() -> Iterator[Callable[[], bool]]:
-    """Tell whether Ctrl-C was pressed, so that a step is not broken off; twice ends at once."""
+    """Yield a function that tells whether Ctrl-C was pressed, so that no step is broken off.
+
+    Pressed again it ends the process at once, as usual.
+    """
     pressed = False
 
     def note(number: int, frame: Any) -> None:
@@ -172,7 +176,16 @@ def catch_interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def explain_how_to_resume(request: Request, folder: Path, run: Run | None = None) -> Iterator[None]:
-    """Turn an error into a sentence, how far the run came, and how to go on once that is mended."""
+    """Turn an error into a sentence, how far the run came, and the command that goes on from there.
+
+    Args:
+        request: what was asked for.
+        folder: the run's.
+        run: the run, if it takes steps in the block.
+
+    Raises:
+        typer.Exit: the block raised `ValueError` or `OSError`, such as for a full disk.
+    """
     try:
         yield
     except (ValueError, OSError) as error:

@@ -16,7 +16,14 @@ _SPAN = 50
 
 
 def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: int) -> None:
-    """Draw the metrics of each step and their means over 50 steps, and ε, into an image file."""
+    """Draw the metrics of each step and their means over 50 steps, and ε, into an image file.
+
+    Args:
+        plan: the run's.
+        readings: the metrics as they were released, one reading for each step.
+        path: the file, whose ending says of which kind it is.
+        steps: how many were taken.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     watched = plan.metrics.watched if plan.metrics else ()
@@ -41,6 +48,10 @@ def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: i
 
 def means(values: Sequence[float], *, span: int = _SPAN) -> list[float]:
     """The mean over the last `span` values, at each of them.
+
+    Args:
+        values: numbers in their order.
+        span: over how many; fewer at the beginning.
 
     >>> means([1.0, 3.0, 5.0], span=2)
     [1.0, 2.0, 4.0]

@@ -33,6 +33,15 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
     """Raise one sentence for a run that could not go well. Reads, and changes nothing.
 
     Records that are fetched one by one are not all read: only the first few are.
+
+    Args:
+        recipe: what is to be trained.
+        device: where.
+
+    Raises:
+        ValueError: there is no such device, or δ is 1 / records or more.
+        Refused: a feature is not finite, a label or index is out of the model's range, or the model
+            cannot be certified.
     """
     require_device(device)
     _require_small_delta(recipe)
@@ -47,6 +56,7 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
                 "a public constant before training"
             )
     extremes = [i for column in columns for i in _extremes(column)]
+    # An index out of range shows on a record with an extreme one; the others are to certify with.
     probes = loader.load(np.array([*extremes, *range(_PROBES)]))
     with torch.random.fork_rng(), restored({}, (recipe.model,)):
         _require_in_range(recipe, probes)
@@ -54,7 +64,13 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
 
 
 def require_device(device: str) -> None:
-    """Raise unless torch has this device."""
+    """Raise unless torch has this device.
+
+    Raises:
+        ValueError: a tensor cannot be made there.
+
+    >>> require_device("cpu")
+    """
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

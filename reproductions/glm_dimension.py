@@ -81,6 +81,7 @@ def risk_problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
     truth = draw.normal(size=RANK)
     truth *= STRENGTH / np.linalg.norm(truth)
     chance = 1 / (1 + np.exp(-x @ truth))
+    # Drawn by chance: records that a line can separate would have their minimum at infinity.
     y = np.where(draw.uniform(size=records) < chance, 1.0, -1.0)
     objective = ClippedObjective(
         Huberised(logistic(), abadi(CLIP_NORM)), torch.from_numpy(x), torch.from_numpy(y)

@@ -119,6 +119,7 @@ def glm_lower_bound(settings: StudySettings, *, copies: Sequence[int] = COPIES) 
             objective = lure.objective(norm)
             risks = [trained_risk(lure, norm, n, seeds=settings.seeds) for n in copies]
             found[lure.name, norm] = objective.excess_risk(), risks
+            # Rounded to the digits that the search finds: an exact 0 must not read 1e-13.
             cells: list[Cell] = [
                 norm,
                 round(float(objective.minimiser()), 12),
@@ -150,6 +151,7 @@ def trained_risk(lure: Lure, norm: float, copies: int, *, seeds: int) -> Figure:
     objective = lure.objective(norm)
     features, labels = lure.records(copies)
     rows = scaled_rows(features, feature_norm=1.0)
+    # Against the minimum that is not clipped: the paper's excess risk is of the original loss.
     best = objective.original(objective.minimiser(clipped=False))
     ends = [
         descend_privately(

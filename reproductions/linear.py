@@ -88,6 +88,7 @@ class LinearTask:
     def _gradient_norm(self, weights: Tensor) -> float:
         x, y = (part.double() for part in self.train)
         x = x / self.scale
+        # In float64 and on unscaled rows: the paper states the norm of that gradient.
         with torch.enable_grad():
             point = weights.detach().clone().requires_grad_()
             square = point.square()
@@ -185,6 +186,7 @@ def fit_perturbed(
         algorithm="objective",
         feature_norm=problem.largest,
         fit_intercept=False,
+        # Under add/remove the number of records is private, and a public one must be stated.
         records=problem.records if relation is Relation.ADD_REMOVE else None,
         classes=(-1.0, 1.0),
         rng=seed,
@@ -198,6 +200,7 @@ def fit_perturbed(
 
 def minimum(problem: LinearTask) -> dict[str, float]:
     """The objective over the private records, minimised without privacy."""
+    # Full batches, no noise: what the private methods are compared with.
     model = problem.model()
     x, y = problem.train
     optimizer = torch.optim.LBFGS(

@@ -155,10 +155,10 @@ class Method:
 
 
 def _first(task: Task) -> int:
-    return task.records // 4
+    return task.records // 4  # a quarter of a pass, for the batch that a recursion starts from
 
 
-_RATE = 30.0
+_RATE = 30.0  # for rows of norm 1
 
 
 def _recursion_rate(task: Task) -> float:
@@ -212,6 +212,7 @@ def _spiderboost(task: Task) -> Plan:
 
 def _agd(task: Task) -> Plan:
     if task.scaled:
+        # Losses are cut at a public bound, since DP-AGD selects steps by noisy losses.
         rule = Agd(largest_loss=3.0, longest_step=2.0 / task.length)
     elif task.small:
         rule = Agd(largest_loss=2.0, longest_step=1.0, splits=20, choices=8, output=average(8))
@@ -237,6 +238,7 @@ def _sgd(clip: Clip) -> Callable[[Task], Plan]:
 
 
 def _sgd_rate(task: Task) -> float:
+    # The paper's accounting needs more noise, which shorter steps make up for.
     rate = task.rate(10.0 if task.small else 30.0, clipped=3.0)
     return rate / 3 if task.accounting is PAPER else rate
 

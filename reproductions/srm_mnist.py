@@ -129,6 +129,7 @@ def srm_mnist(settings: StudySettings) -> None:
             found = curves[epsilon, method.name] = []
             for seed in range(settings.seeds):
                 settings.progress(f"{method.name}, ε = {epsilon}, seed {seed}")
+                # One seed is that of weights, batches and noise: runs are repeatable, not private.
                 found.append(_train_with_curve(made, method.rate, split.train, split.test, seed))
             _add(table, epsilon, method, made, found)
             table.save(settings.out, "srm-mnist")
@@ -152,6 +153,7 @@ def _train_with_curve(
 
     rng = Rng.fixed(seed)
     run = train(model, optimizer, data, plan=plan, rng=rng)
+    # Where a run of this plan might have ended, for the curve: rounded up, the last is its end.
     ends = sorted({-(-len(run) * part // _POINTS) for part in range(1, _POINTS + 1)})
     rules = {end: _tail(end) for end in ends}  # as the plan's own, had it ended there
     kept = {end: rule.begin(end, rng) for end, rule in rules.items()}

@@ -97,6 +97,7 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
                 curve: ObjectiveCurve = []
                 found = _runs(settings, task_problem, task, method, curve)
                 _add(table, task, method.name, found, split.name)
+                # The figure is drawn for one setting of the four.
                 if scaled and accounting is TIGHT:
                     curves[epsilon, method.name] = curve
             runs = [
@@ -110,6 +111,7 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
                 for seed in range(settings.seeds)
             ]
             _add(table, task, "objective perturbation", figures(runs), split.name)
+            # Saved as it grows: a run of hours that is ended has left what was done.
             table.save(settings.out, f"srm-table2-{split.name}")
     best = minimum(linear_task(split, scaled=True))
     _draw(curves, best, settings.out / f"srm-figure1-{split.name}.png", split.name)

@@ -30,7 +30,7 @@ class Figure:
     def margin(self) -> float:
         """Half the width of the 95 % confidence interval of the mean, by Student's t."""
         count = len(self.values)
-        if count < 2:
+        if count < 2:  # one run tells nothing of the spread
             return math.nan
         quantile = float(stats.t.ppf(0.975, count - 1))
         return quantile * statistics.stdev(self.values) / math.sqrt(count)

@@ -61,7 +61,7 @@ def account(
     if the options make no sense or the accountant does not cover them.
     """
     with explain_errors():
-        require_delta(delta)
+        require_delta(delta)  # before anything is computed with it
         batches = batches_from_options(
             sampling, rate=rate, records=records, batch=batch, max_batch=max_batch
         )
@@ -101,6 +101,7 @@ def plan(
             sampling, rate=None, records=records, batch=batch, max_batch=max_batch
         )
         steps = steps_of(epochs, records=records, batch=batch)
+        # With neither, the budget is asked for what it has left.
         neither = epsilon is None and noise_multiplier is None
         terms = terms_of(
             budget,
@@ -112,6 +113,7 @@ def plan(
         noise, spent = _noise_and_cost(batches, steps, terms, epsilon, noise_multiplier)
         question = Question(batches, noise, steps, terms.delta, terms.relation)
         if budget is not None:
+            # Asked of the ledger itself, so that a plan that passes here is taken there too.
             require_room(budget, question.event, spent, terms)
         _answer(question, terms.accountant, spent, as_json=as_json, plot=plot)
 
@@ -138,10 +140,12 @@ def _noise_and_cost(
 def _answer(
     question: Question, accountant: Accountant, spent: float, *, as_json: bool, plot: Path | None
 ) -> None:
+    # One record is a group of its own, and its ε is known.
     shared = spent if question.group == 1 else _of_group(question, accountant)
     for warning in question.warnings:
-        typer.echo(f"Warning: {warning}", err=True)
+        typer.echo(f"Warning: {warning}", err=True)  # stdout holds results alone
     if plot is not None:
+        # Every accountant that covers the run, so that they can be compared by eye.
         curves = {
             a.name if a.proves else f"{a.name} (approximate)": growth(question, a)
             for a in ACCOUNTANTS.values()

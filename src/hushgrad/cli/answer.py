@@ -29,6 +29,7 @@ def answer_lines(
         width: of the chart, in characters.
     """
     batches = question.batches
+    # An approximation may under-state ε, and must not be read as a guarantee.
     mark = "" if accountant.proves else "≈ "
     yield (
         f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
@@ -40,6 +41,7 @@ def answer_lines(
         f"{question.steps} steps, rate {batches.rate:.6g}{cut}"
     )
     yield _table(question, accountant, spent)
+    # The footnote is for a ≈ in the table; where there is none, it would puzzle.
     if ACCOUNTANTS["gdp"].supports(question.event, question.relation):
         yield "≈ an approximation that may under-state ε: never used for a guarantee"
     yield "– not covered: asking for it says what to use instead"
@@ -63,6 +65,7 @@ def _table(question: Question, accountant: Accountant, spent: float) -> Table:
         cells = [_cell(question, other, relation, known) for relation in Relation]
         table.add_row(other.name, *cells)
     if question.batches.name == "without-replacement":
+        # The lemmas are proved for replacing a record, under batches of a fixed size.
         formula = _closed_form(question)
         cells = [formula if relation is Relation.REPLACE_ONE else "–" for relation in Relation]
         table.add_row("DP-SRM's lemmas", *cells)
@@ -102,6 +105,7 @@ def growth(question: Question, accountant: Accountant) -> ChartCurve:
         question: the run.
         accountant: whose sketch is taken: a curve is looked at, and never stated as a guarantee.
     """
+    # A set, since the first of few steps may be drawn twice.
     points = sorted({max(1, round(question.steps * k / _POINTS)) for k in range(1, _POINTS + 1)})
     quick, relation = accountant.sketch(), question.relation
     return [

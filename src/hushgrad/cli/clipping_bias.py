@@ -61,6 +61,7 @@ def clipping_bias(
             for norm in _numbers(norms)
         }
         rows = [_row(rule, norm, problem) for (rule, norm), problem in problems.items()]
+        # A mistyped folder is not made: the picture would be looked for elsewhere.
         if not output.parent.is_dir():
             raise ValueError(f"expected a folder that is there, got {output.parent}; make it")
         _draw(problems, rows, output, loss=loss)
@@ -91,6 +92,7 @@ def _records(loss: str, data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
                 "columns, and rows without a number"
             )
         return torch.from_numpy(found[:, :1].copy()), torch.from_numpy(found[:, 1].copy())
+    # The data sets of clipped DP-GD: theorem 3.2 for labels, theorem B.4 for numbers.
     if loss in ("logistic", "hinge"):
         x, y = [0.5, 0.5, 1.0], [1.0, 1.0, -1.0]
     else:
@@ -116,6 +118,7 @@ def _row(rule: str, norm: float, problem: ClippedObjective) -> dict[str, Any]:
     right = float(problem.minimiser(clipped=False, radius=_RADIUS)[0])
     found = excess = None
     if problem.huberised.convex:
+        # A minimiser at the edge of the region is none: the objective falls for ever.
         biased = problem.minimiser(clipped=True, radius=_RADIUS)
         if abs(float(biased[0])) < _RADIUS * (1 - 1e-9):
             found, excess = float(biased[0]), problem.excess_risk(radius=_RADIUS)
@@ -145,11 +148,13 @@ def _draw(
 
     minima = [row[k] for row in rows for k in ("minimiser", "clipped minimiser")]
     known = [m for m in minima if m is not None]
+    # Wide enough that every minimum is seen with its surroundings.
     margin = max(2.0, 0.3 * (max(known) - min(known)))
     at = np.linspace(min(known) - margin, max(known) + margin, _POINTS)
     rules = list(dict.fromkeys(rule for rule, _ in problems))
     figure = Figure(figsize=(5 * len(rules), 4), layout="constrained")
     for axes, rule in zip(np.atleast_1d(figure.subplots(1, len(rules))), rules, strict=True):
+        # What is not clipped is the same under every norm: any problem of the rule has it.
         first = next(problem for (name, _), problem in problems.items() if name == rule)
         points = [torch.tensor([theta], dtype=torch.float64) for theta in at]
         original = [first.original(point) for point in points]

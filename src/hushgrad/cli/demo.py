@@ -38,6 +38,7 @@ def demo(
 
     Takes less than two minutes, prints what the guarantee means, and saves a picture.
     """
+    # On stderr, so that --json leaves stdout to the result.
     bar = Progress(
         TextColumn("{task.description:32}"),
         BarColumn(),
@@ -47,11 +48,13 @@ def demo(
     tasks: dict[str, object] = {}
 
     def show(label: str, step: int, steps: int) -> None:
+        # A task is added when its run begins: the demo knows no list of them beforehand.
         if label not in tasks:
             tasks[label] = bar.add_task(label, total=steps)
         bar.update(tasks[label], completed=step)  # type: ignore[arg-type]
 
     with explain_errors():
+        # Asked before two minutes are spent on what cannot be saved.
         if not output.parent.is_dir():
             raise ValueError(f"expected a folder that is there, got {output.parent}; make it")
         with bar, one_thread():
@@ -111,6 +114,7 @@ def _facts(found: list[Trained], output: Path) -> dict[str, object]:
             "accuracy": t.accuracy,
             "epsilon": None if t.guarantee is None else t.guarantee.epsilon_if_secret,
             "delta": None if t.guarantee is None else t.guarantee.delta,
+            # With a seed there is an ε on paper and no privacy: `epsilon` is infinite then.
             "private": t.guarantee is not None and math.isfinite(t.guarantee.epsilon),
         }
         for t in found

@@ -45,6 +45,7 @@ def doctor(
         typer.echo(json.dumps(facts))
     else:
         console.print(diagnosis)
+    # For scripts: a model that is refused is not a mistake in the command, which is 2.
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
@@ -55,6 +56,7 @@ def _load(target: str) -> Any:
             model, loss, batch = find_function(target)()
         _require_model(model, loss, batch)
     except (OSError, ValueError) as error:
+        # typer names the argument itself, and says how to get help.
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
             f"batch, got {target!r} ({error}); try hushgrad.launch.demo:cnn"

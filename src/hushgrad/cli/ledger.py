@@ -84,9 +84,11 @@ def set_budget(
     for. Exits with 2, and writes nothing, if that makes no sense or less than what is spent.
     """
     with explain_errors():
+        # All is checked before the file is opened, which would make it.
         require_budget(name, epsilon=epsilon, delta=delta)
         sizes = (typical_records, typical_batch, typical_epochs, typical_noise_multiplier)
         rule = _rule(filter, order, sizes, delta, relation or Relation.ADD_REMOVE)
+        # Raises for an (ε, δ) that the filter cannot keep.
         if rule is not None:
             rule.limit(epsilon, delta)
         with Ledger(path) as books:
@@ -185,6 +187,7 @@ def _rule(
             f"expected 1 <= batch <= records for the typical run, got {batch} of {records}; "
             "describe a run that could be"
         )
+    # An order that is good for this run is good for those like it; it binds none of them.
     step = poisson(batch / records, gaussian(sigma))
     run = repeated(steps_of(epochs, records=records, batch=batch), step)
     return renyi(order_for(run, delta=delta, relation=relation))
@@ -199,6 +202,7 @@ def _sums(account: Account) -> Table:
     table = _table("", "budget", "spent", "of it open runs", "left", "")
     sums = zip(account.limit, account.spent, account.reserved, account.left, strict=True)
     for unit, (limit, spent, reserved, left) in zip(account.rule.units, sums, strict=True):
+        # What is spent is rounded up, and what is left down: neither may look better than it is.
         used = (figure(spent, up=True), figure(reserved, up=True))
         binds = "binds: the least share is left" if unit == account.binding else ""
         table.add_row(_UNITS[unit], figure(limit), *used, figure(left), binds)
@@ -234,6 +238,7 @@ def _facts(account: Account) -> dict[str, Any]:
 
 
 def _account_for_export(account: Account) -> dict[str, Any]:
+    # The number of runs gives way to the runs themselves.
     return _facts(account) | {"runs": [_run(row, account.charges) for row in account.rows]}
 
 

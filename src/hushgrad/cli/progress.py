@@ -65,6 +65,7 @@ class Bar:
         shown = [f"{n} ≈ {metrics[n]:.3g}" for n in (*_SHOWN, *watched) if n in metrics]
         return " · ".join([spent, *shown, *(["(private metrics)"] if shown else [])])
 
+    # A first step may certify for a minute, during which a still bar would look hung.
     def _tell(self, message: str) -> None:
         """Show what the library is at while a step goes on."""
         if self._visible:
@@ -107,12 +108,14 @@ class Relay(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show one message."""
         if record.levelno >= logging.WARNING:
+            # A warning must outlive the line of status that the next message replaces.
             self._console.print(record.getMessage(), style="yellow", markup=False)
         else:
             self._show(record.getMessage())
 
     def __enter__(self) -> Relay:
         self._level = self._logger.level
+        # Only ever more talkative: a program that asked for debug messages goes on getting them.
         self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
         self._logger.addHandler(self)
         return self

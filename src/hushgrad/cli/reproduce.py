@@ -31,7 +31,7 @@ def reproduce(
         list_reproductions()
         return
     with explain_errors():
-        study = load_reproduction(name)
+        study = load_reproduction(name)  # before the folder is made, so that a typo leaves nothing
         out.mkdir(parents=True, exist_ok=True)
         with Console(stderr=True).status("starting") as status:
             study(StudySettings(out, data, seeds, lambda line: status.update(line)))

@@ -56,6 +56,7 @@ class RecipeCall:
         if data is not None:
             given["data"] = data
         found = os.environ.get(VARIABLE)
+        # Offered, not given: a recipe that takes neither is called without them.
         offered = {"data": Path(found) if found else None, "seed": seed}
         keywords = arguments_for(self.function, given, offered=offered, name=self.target)
         torch.manual_seed(seed)  # for a recipe that has no parameter of this name
@@ -89,6 +90,7 @@ def read_call(arguments: Sequence[str], named: Mapping[str, str | None]) -> Reci
             "expected a recipe or a data set, got neither; pass file.py:function, a name of "
             f"hushgrad train list, or --dataset with one of {', '.join(CLASSIFIED)}"
         )
+    # `digits` alone is short for `--dataset digits`.
     if target in CLASSIFIED and "dataset" not in options:
         options, target = {"dataset": target, **options}, None
     if target is None:
@@ -156,6 +158,7 @@ def request_for(
         data: the folder of the data sets, if one was named.
         ledger: the options that name a budget, none if there is none.
     """
+    # The built-in recipe is spelled by its options, of which the data set is one.
     words = ["hushgrad", "train", *([] if call.function is classifier else [call.target])]
     words += [word for name, value in call.options.items() for word in (option_name(name), value)]
     words += ["--data", str(data)] if data is not None else []
@@ -188,8 +191,10 @@ def request_to_resume(new: Request, folder: Path) -> Request:
     if (folder / CHECKPOINT).exists() and not (folder / REQUEST).exists():
         return new
     request = Request.read(folder)
+    # Written last, so that it marks a run that left everything.
     if (folder / "result.json").exists():
         raise ValueError(f"expected a run that is not over, got {folder}, which is; start another")
+    # Other options would make another plan, which the checkpoint is not of.
     before = (request.recipe, request.options, request.seed)
     if before != (new.recipe, new.options, new.seed):
         raise ValueError(

@@ -52,6 +52,7 @@ def explain_failure(what: str, *, besides: type[Exception] = ValueError) -> Iter
 def _place(error: BaseException) -> str:
     """Where an error came from, in the innermost file that is not a library's."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The user looks for the mistake in their own file, not where torch raised.
     own = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
     if not own or Path(own[-1].filename).parent == Path(__file__).parent:
         return ""
@@ -75,6 +76,7 @@ def find_function(target: str) -> Callable[..., Any]:
     place, colon, name = target.rpartition(":")
     if not colon:
         raise NotFound("no colon in it")
+    # The ending decides, not whether there is such a file: a missing one is named as a file.
     module = _from_file(Path(place)) if place.endswith(".py") else _from_module(place)
     found = getattr(module, name, None)
     if not callable(found):

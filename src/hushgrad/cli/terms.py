@@ -80,6 +80,7 @@ def terms_of(
         ValueError: the options contradict the budget. Under the filter renyi the ε that is left
             belongs to the filter's own order and δ, so neither can be chosen.
     """
+    # gdp is refused by name here: what is calibrated or charged must be proved.
     chosen = None if accountant is None else ACCOUNTANTS[accountant]
     require_proof(chosen or PLD)
     if budget is None:
@@ -87,6 +88,7 @@ def terms_of(
             raise ValueError("expected --delta, got none; a value below 1/records is usual")
         require_delta(delta)
         return Terms(None, delta, relation or Relation.ADD_REMOVE, chosen or PLD)
+    # A budget adds up under one relation, and no other may be charged to it.
     meant = budget.relation
     if relation is not None and relation is not meant:
         raise ValueError(
@@ -97,6 +99,7 @@ def terms_of(
         require_delta(delta)
         return Terms(None, delta, meant, chosen or PLD)
     left = budget.left
+    # No more δ than is left, or the run that is planned would be refused.
     given = left.delta if delta is None else delta
     require_delta(given)
     if given > left.delta:

@@ -28,14 +28,17 @@ def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: i
 
     watched = plan.metrics.watched if plan.metrics else ()
     shown = [(("loss",), "loss"), (("clipped", *watched), "share of the batch")]
+    # Without metrics there is still ε to draw.
     panels = shown if readings else []
     figure = Figure(figsize=(6, 3 * (len(panels) + 1)), layout="constrained")
     axes = figure.subplots(len(panels) + 1, 1, squeeze=False)[:, 0]
     for axis, (names, label) in zip(axes, panels, strict=False):
         for name in names:
+            # Steps are counted from 1 for readers, from 0 in the run.
             places = [reading.step + 1 for reading in readings]
             raw = [reading.values[name] for reading in readings]
             (line,) = axis.plot(places, means(raw), label=name)
+            # Single readings are mostly noise, and drawn faintly behind their means.
             axis.plot(places, raw, ".", markersize=2, alpha=0.4, color=line.get_color())
         axis.set(ylabel=f"{label}, with noise", xlim=(0, plan.steps))
         axis.legend()

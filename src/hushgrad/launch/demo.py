@@ -41,6 +41,7 @@ def cnn() -> tuple[nn.Module, Loss, Batch]:
         nn.Dropout(0.1),
         nn.Linear(32, 10),
     )
+    # Drawn records will do: the doctor looks at the model, and prints nothing of the records.
     batch = (torch.randn(32, 1, 8, 8), torch.randint(10, (32,)))
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -187,6 +188,7 @@ def _train_plainly(model: str, seed: int, share: float, told: Told) -> Trained:
         recipe.loss(take(recipe.data, drawn.tolist())).mean().backward()
         recipe.optimizer.step()
         told(step + 1, steps)
+    # The digits have test records, so there is an accuracy.
     found = accuracy(recipe)
     assert found is not None
     return Trained(model, found, None)

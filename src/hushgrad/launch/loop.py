@@ -66,9 +66,11 @@ def start(
     Raises:
         Refused: the run would not keep what it states, or the budget has less left.
     """
+    # Before the run looks at the parameters: they must not be replaced after that.
     recipe.model.to(device)
     if recipe.average is not None:
         recipe.average.to(device)
+    # Named to the run, so that checkpoints have their state too.
     kept: dict[str, Any] = {"schedule": recipe.schedule, "average": recipe.average}
     return train(
         recipe.model,
@@ -105,6 +107,7 @@ def carry_out(
             be resumed.
     """
     begun = time.monotonic()
+    # What is watched is released with noise, so the plan must have named it.
     asked = run.plan.metrics is not None and WATCHED in run.plan.metrics.watched
     watch = {WATCHED: recipe.correct} if asked and recipe.correct is not None else {}
     for batch in run:
@@ -121,6 +124,7 @@ def carry_out(
             run.save()
         if stop:
             return Outcome(run, time.monotonic() - begun, finished=False, accuracy=None)
+    # The loop has finished the run, so the model may be changed again.
     if recipe.average is not None:
         recipe.model.load_state_dict(recipe.average.module.state_dict())
     seconds = time.monotonic() - begun
@@ -157,6 +161,7 @@ def accuracy(recipe: Recipe, *, device: str = "cpu") -> float | None:
     """
     if recipe.test is None or recipe.correct is None:
         return None
+    # Dropout and the like are off while accuracy is measured, and back on after it.
     was_training = recipe.model.training
     recipe.model.eval()
     with torch.no_grad():

@@ -26,7 +26,7 @@ UNCOUNTED = (
 )
 """What the checks tell about the records, in words for the report."""
 
-_PROBES = 8
+_PROBES = 8  # of the first records, to certify with
 
 
 def check(recipe: Recipe, *, device: str = "cpu") -> None:
@@ -71,6 +71,7 @@ def require_device(device: str) -> None:
 
     >>> require_device("cpu")
     """
+    # torch says of a device in three kinds of errors that it is not there.
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -113,6 +114,7 @@ def _require_in_range(recipe: Recipe, probes: Batch) -> None:
 
 def _require_certified(recipe: Recipe, probes: Batch) -> None:
     params = {name: p for name, p in recipe.model.named_parameters() if p.requires_grad}
+    # At the size of the run's largest batch, so that the first step finds its certificate.
     rows = rows_per_record(recipe.loss)
     capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
     recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,), capacity=capacity)

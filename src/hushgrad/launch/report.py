@@ -83,12 +83,14 @@ def write_beginning(run: Run, folder: Path, request: Request) -> None:
 
 def write_progress(run: Run, folder: Path) -> None:
     """Write what was released so far: the metrics, their curves, and the ledger's entry."""
+    # A plan without metrics leaves no file, not an empty one.
     if run.readings:
         table = io.StringIO(newline="")
         rows = csv.writer(table)
         rows.writerow(["step", *run.readings[0].values])
         rows.writerows([r.step + 1, *r.values.values()] for r in run.readings)
         write_text(folder / "metrics.csv", table.getvalue())
+    # Curves and the ledger's extract rest on what was released: they may be written at any time.
     save_curves(run.plan, run.readings, folder / "curves.png", steps=run.steps_taken)
     if run.entry is not None:
         _write_json(folder / "ledger.json", _extract(run))
@@ -162,6 +164,7 @@ def report_page(outcome: Outcome, recipe: Recipe, request: Request) -> str:
         request: what was asked for.
     """
     run = outcome.run
+    # Frozen weights are public and not what was trained.
     weights = sum(p.numel() for p in recipe.model.parameters() if p.requires_grad)
     kind = type(recipe.model).__name__
     sections = {
@@ -246,5 +249,6 @@ def _finite(value: float) -> float | None:
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
+    # JSON has no infinity: null stands for it.
     clean = {k: _finite(v) if isinstance(v, float) else v for k, v in facts.items()}
     write_text(path, json.dumps(clean, indent=1, ensure_ascii=False) + "\n")

@@ -80,6 +80,7 @@ def examples(epsilon: float, delta: float) -> str:
     '73.2 % at most'
     """
     odds = math.exp(-epsilon)
+    # Bayes: even odds before are odds of e^ε after, at most.
     belief = math.ceil(1000 * (1 / (1 + odds))) / 10
     # Of (ε, δ)-DP: power ≤ e^ε·α + δ, and power ≤ 1 − e^−ε·(1 − δ − α) from the other side.
     power = 1 - odds * (1 - delta - 0.01)

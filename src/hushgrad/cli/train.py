@@ -78,7 +78,7 @@ DataFolder = Annotated[
 RunFolder = Annotated[
     Path | None, typer.Option(help="the run's folder; runs/NAME-1, -2, … if left out")
 ]
-Seed = Annotated[int | None, typer.Option(help="reproducible, and not private")]
+RunSeed = Annotated[int | None, typer.Option(help="reproducible, and not private")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --output")]
 CheckpointEvery = Annotated[
     int | None, typer.Option(min=1, metavar="STEPS", help="a twentieth of them if left out")
@@ -129,7 +129,7 @@ def train(
     algorithm: AlgorithmName = None,
     data: DataFolder = None,
     output: RunFolder = None,
-    seed: Seed = None,
+    seed: RunSeed = None,
     resume: Resume = False,
     checkpoint_every: CheckpointEvery = None,
     ledger: BudgetFile = None,

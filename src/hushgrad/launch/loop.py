@@ -148,7 +148,7 @@ def launch(recipe: Recipe, *, rng: Rng, folder: Path | None = None, device: str 
     >>> recipe = classifier(epochs=1, noise_multiplier=2.0)
     >>> outcome = launch(recipe, rng=Rng.fixed(0))
     >>> outcome.finished, outcome.run.steps_taken
-    (True, 1)
+    (True, 2)
     """
     run = start(recipe, rng=rng, folder=folder, device=device)
     return carry_out(run, recipe, device=device)

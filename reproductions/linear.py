@@ -49,10 +49,12 @@ class LinearTask:
 
     @property
     def records(self) -> int:
+        """How many private records there are."""
         return len(self.train[1])
 
     @property
     def features(self) -> int:
+        """How many numbers a row has."""
         return self.train[0].shape[1]
 
     def model(self) -> nn.Linear:

@@ -139,9 +139,7 @@ def classifier(
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
             clip=find_by_name(CLIPS, clip, option="--clip")(1.0),
-            metrics=Metrics(watched=("accuracy",))
-            if Parts.of(chosen.algorithm).carries_metrics
-            else None,
+            metrics=watched,
             sampling=FullBatch() if chosen.full else None,
             relation=chosen.relation,
             accountant=chosen.accountant,

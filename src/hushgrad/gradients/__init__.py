@@ -7,7 +7,7 @@
 - `constant` declares what is the same for every batch; `observe` takes other values of records.
 
 Two more modules are for others: `gradients.factors`, for gradients in closed form, and
-`gradients.reference`, for comparisons with runs of one record. What is below them is the room's own.
+`gradients.reference`, for comparisons with runs of one record. All else is the room's own.
 """
 
 from __future__ import annotations

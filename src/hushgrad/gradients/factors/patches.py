@@ -115,7 +115,7 @@ def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     batch, size = len(x), math.prod(geometry.weight) * x.element_size()
     write = _convolve_in_groups
     if _is_worth_folding(geometry):  # the copies of the input may be larger than what is written
-        write, copies = _convolve_folded, geometry.weight[-1] / geometry.stride[-1]
+        write, copies = _folded, geometry.weight[-1] / geometry.stride[-1]
         size = max(size, int(2 * copies * x[0].nbytes))
     some = max(_PIECE // size // MULTIPLE, 1) * MULTIPLE
     if batch <= some:
@@ -179,7 +179,7 @@ def _after_folding(geometry: Geometry) -> tuple[int, int]:
     return -(-folded // _LANES) * _LANES, -(-height // step)
 
 
-def _convolve_folded(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
+def _folded(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """The same convolution over more channels: those of a whole row of the kernel.
 
     Rows that a stride steps over together are channels as well, so that 8x8 over one channel in

@@ -18,10 +18,8 @@ from hushgrad.accounting import ACCOUNTANTS, PLD, gaussian, poisson
 from hushgrad.batches import records
 from hushgrad.clipping.rules import Clip
 from hushgrad.events import Participation, repeated
-from hushgrad.gradients import Form, Gradients, auto, per_sample
-from hushgrad.gradients.certification.deterministic import WithoutRandomness
-from hushgrad.gradients.comparison import COARSE, FINE
-from hushgrad.gradients.forms.loop import one_record
+from hushgrad.gradients import AnyGradients, Form, auto, per_sample
+from hushgrad.gradients.reference import COARSE, FINE, WithoutRandomness, one_record
 from hushgrad.rng import Rng
 from hushgrad.sampling import Scheme
 from hushgrad.types import Batch, Loss, Params, Refused, Relation
@@ -87,7 +85,7 @@ def check_per_sample(
     Random draws (dropout) are replaced by their means. The records must be finite.
     """
 
-    def certified(loss: Loss, batch: Batch) -> Gradients:
+    def certified(loss: Loss, batch: Batch) -> AnyGradients:
         try:
             return per_sample(loss, params, batch, form=form, modules=modules)
         except Refused as refusal:
@@ -129,7 +127,7 @@ def _scales(exact: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.maximum(x.norm(dim=1), 0.01 * total) + 1e-30 for name, x in exact.items()}
 
 
-def _check_norms(g: Gradients, exact: dict[str, Tensor], rough: float, what: str) -> None:
+def _check_norms(g: AnyGradients, exact: dict[str, Tensor], rough: float, what: str) -> None:
     for name, scale in _scales(exact).items():
         norm, at, estimate = exact[name].norm(dim=1), f"{what}, {name}", g.squares[name].estimate
         off = float(((estimate.clamp_min(0).sqrt() - norm).abs() / scale).max())
@@ -142,7 +140,7 @@ def _check_norms(g: Gradients, exact: dict[str, Tensor], rough: float, what: str
 
 
 def _check_sums(
-    g: Gradients, exact: dict[str, Tensor], rough: float, what: str, skip: int = 0
+    g: AnyGradients, exact: dict[str, Tensor], rough: float, what: str, skip: int = 0
 ) -> None:
     for name, scale in _scales(exact).items():
         draws = torch.linspace(-1, 2, len(scale), dtype=torch.float64, device=scale.device)

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 # their own. Rooms on one line do not import each other.
 RANKS = (
     ("types", "rng", "numerics", "bits", "moved"),
-    ("files", "batches", "events", "points", "batchnorm", "parallel"),
+    ("files", "batches", "events", "iterates", "batchnorm", "parallel"),
     ("data", "sampling", "noise", "clipping", "run.metrics", "run.augmentation"),
     # per-sample gradients
     ("gradients.errors", "gradients.constants", "gradients.probes", "gradients.guards"),

@@ -165,7 +165,7 @@ def leaves(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
             yield event, count
 
 
-def merged(event: DpEvent) -> list[tuple[DpEvent, int]]:
+def count_leaves(event: DpEvent) -> list[tuple[DpEvent, int]]:
     """The leaves of `event`, equal ones counted together."""
     counts: dict[str, int] = {}
     parts: dict[str, DpEvent] = {}

@@ -16,14 +16,14 @@ PARTIAL = ".partial"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which gets its name once all of it is on the disk.
 
     An older one stays until then. If it cannot be written, nothing is left behind. Several
     processes may write the same file: one of theirs stays, whole.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    with file_errors_explained(path):
+    with explain_file_errors(path):
         try:
             with partial.open("wb") as file:
                 yield file
@@ -43,12 +43,12 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text in UTF-8, whole or not at all."""
-    with written_whole(path) as file:
+    with open_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def file_errors_explained(path: Path) -> Iterator[None]:
+def explain_file_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system says of a file into one sentence with a remedy."""
     try:
         yield

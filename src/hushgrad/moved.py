@@ -21,6 +21,7 @@ MOVED = {
     "aggregate": "clipping.aggregate",
     "grouping": "clipping.groups",
     "persample": "gradients",
+    "points": "iterates",
     "recipe": "launch.recipe",
     "words": "launch.words",
     **{name: f"run.{name}" for name in _RUN},

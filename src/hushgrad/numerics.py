@@ -103,7 +103,7 @@ def square_norms(x: Float[Tensor, batch * shape]) -> Square:
     Runs of 256 entries are reduced in the vector's own type, the runs in float64; a float32
     reduction of 38 million entries in one go was seen to come out 0.27 % low.
     """
-    return nothing_lost_at_zero(raw_square_norms(x), x)
+    return without_slack_at_zero(raw_square_norms(x), x)
 
 
 def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
@@ -121,7 +121,7 @@ def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
     return Square(estimate, slack.add_(count * smallest_normal(x.dtype)))
 
 
-def nothing_lost_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
+def without_slack_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
     """A vector that is zero exactly has no slack."""
     estimate, slack = square
     if bool(estimate.all()):

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from hushgrad.data import DATASETS, digits, mnist
-from hushgrad.data.files import Published, data_root
+from hushgrad.data.files import PublishedFiles, data_root
 from hushgrad.data.idx import MNIST
 
 CONTENT = b"some records"
-FILES = Published(
+FILES = PublishedFiles(
     "toy", "toys", "https://example.org/toy", {"a": hashlib.sha256(CONTENT).hexdigest()}
 )
 
 
-def stored(root: Path, content: bytes, files: Published = FILES, file: str = "a") -> Path:
+def stored(root: Path, content: bytes, files: PublishedFiles = FILES, file: str = "a") -> Path:
     path = root / files.folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

@@ -11,7 +11,7 @@ import torch
 
 from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
-from hushgrad.points import distance, point
+from hushgrad.iterates import copy_values, distance
 from hushgrad.reproductions import srm_mnist
 from hushgrad.reproductions.study import StudySettings
 
@@ -42,14 +42,14 @@ def test_a_curve_ends_at_what_the_run_gives_out(monkeypatch: pytest.MonkeyPatch)
     seen: list[dict[str, torch.Tensor]] = []
 
     def noted(model: torch.nn.Module, test: object) -> float:
-        seen.append(point(dict(model.named_parameters())))
+        seen.append(copy_values(dict(model.named_parameters())))
         return 0.0
 
     monkeypatch.setattr(srm_mnist, "_error", noted)
     method = srm_mnist.Method("DP-SGD", batch=20, passes=4.1, rate=0.5)
     curve = srm_mnist._trained(method.plan(200, 50.0), method.rate, data, data, 0)
     assert [steps for steps, _, _ in curve] == list(range(3, 42, 2))
-    assert distance(seen[-1], point(dict(model.named_parameters()))) == 0
+    assert distance(seen[-1], copy_values(dict(model.named_parameters()))) == 0
     assert distance(seen[-2], seen[-1]) > 0
 
 

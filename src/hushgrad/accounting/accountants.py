@@ -19,7 +19,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import (
 )
 from scipy.special import logsumexp
 
-from hushgrad.accounting import packaged
+from hushgrad.accounting import backend
 from hushgrad.accounting.refusals import refuse
 from hushgrad.accounting.spread import interval_for
 from hushgrad.events import MixedDpEvent
@@ -75,7 +75,7 @@ class Pld:
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        alone = not packaged.composes_a_mixture(event, relation)
+        alone = not backend.composes_a_mixture(event, relation)
         return alone and not self._gaps(event, relation)
 
     def epsilon(
@@ -104,13 +104,13 @@ class Pld:
         return min(1.0, max(0.0, found) + _fourier_slack(event, relation))
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
-        accountant = packaged.PldAccountant(relation, self.interval)
-        return [p for p in packaged.kinds(event, relation) if not accountant.supports(p)]
+        accountant = backend.PldAccountant(relation, self.interval)
+        return [p for p in backend.kinds(event, relation) if not accountant.supports(p)]
 
-    def _composed(self, event: DpEvent, relation: Relation) -> packaged.PldAccountant:
+    def _composed(self, event: DpEvent, relation: Relation) -> backend.PldAccountant:
         for gap in self._gaps(event, relation):
             refuse(self, gap, relation, among=(PLD, RDP))
-        if packaged.composes_a_mixture(event, relation):
+        if backend.composes_a_mixture(event, relation):
             raise Refused(
                 "expected a mixture by itself for the pld accountant, got one that is composed "
                 "with other events; use the rdp accountant"
@@ -121,7 +121,7 @@ class Pld:
                 "expected noise whose privacy loss the pld accountant can resolve, got so little "
                 "that next to nothing is hidden; use more noise, or the rdp accountant"
             )
-        return packaged.pld_of(event, relation, interval)
+        return backend.pld_of(event, relation, interval)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Rdp:
     ) -> np.ndarray:
         """Add up ε(α) of the parts; `known` keeps those of parts that come more than once."""
         total = np.zeros(len(self.orders))
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             key = repr(part)
             if key not in known:
                 mixed = isinstance(part, MixedDpEvent)
@@ -161,9 +161,9 @@ class Rdp:
         return total
 
     def _one(self, part: DpEvent, relation: Relation) -> np.ndarray:
-        accountant = packaged.RenyiAccountant(relation, self.orders)
-        with packaged.quiet():
-            accountant.compose(packaged.told_to_rdp(part, relation))
+        accountant = backend.RenyiAccountant(relation, self.orders)
+        with backend.silence_warnings():
+            accountant.compose(backend.rdp_event(part, relation))
         # A value of 0 or less is rounding, and the package would take it for no release at all.
         padding = 2.0**-50 / (np.array(self.orders) - 1)
         return np.asarray(np.maximum(accountant.rdp, 0.0) + padding)
@@ -181,11 +181,11 @@ class Rdp:
         return np.asarray(logsumexp(np.stack(drawn), axis=0) / above)
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
-        accountant = packaged.RenyiAccountant(relation, self.orders)
+        accountant = backend.RenyiAccountant(relation, self.orders)
         return [
             part
-            for part in packaged.kinds(event, relation)
-            if not accountant.supports(packaged.told_to_rdp(part, relation))
+            for part in backend.kinds(event, relation)
+            if not accountant.supports(backend.rdp_event(part, relation))
         ]
 
     def epsilon(
@@ -223,11 +223,11 @@ def require_epsilon(epsilon: float) -> None:
 
 
 def _bare(event: DpEvent, relation: Relation) -> bool:
-    return any(isinstance(part, NonPrivateDpEvent) for part in packaged.kinds(event, relation))
+    return any(isinstance(part, NonPrivateDpEvent) for part in backend.kinds(event, relation))
 
 
 def _fourier_slack(event: DpEvent, relation: Relation) -> float:
     # Composing T times in the Fourier domain was seen to take up to 2.4e-17·T off δ (T to 1e6,
     # against the exact Gaussian mechanism; tests/accounting/test_reference_values.py): 2⁻⁵²·T
     # is nine times that.
-    return packaged.releases(event, relation) * 2.0**-52
+    return backend.releases(event, relation) * 2.0**-52

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import LaplaceDpEvent, NoOpDpEvent, ZCDpEvent
 
-from hushgrad.accounting import packaged
+from hushgrad.accounting import backend
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, require_delta, require_epsilon
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from hushgrad.accounting.refusals import refuse
@@ -32,12 +32,12 @@ class Zcdp:
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        return all(_rho(p, relation) is not None for p, _ in packaged.parts(event, relation))
+        return all(_rho(p, relation) is not None for p, _ in backend.parts(event, relation))
 
     def rho(self, event: DpEvent, *, relation: Relation = Relation.ADD_REMOVE) -> float:
         """Return the smallest ρ that is known to hold, or raise `Refused` with the remedy."""
         total = 0.0
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             found = _rho(part, relation)
             if found is None:
                 refuse(self, part, relation, among=(PLD, RDP))
@@ -79,13 +79,13 @@ class Gdp:
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        found = packaged.parts(event, relation)
+        found = backend.parts(event, relation)
         return all(_mu_squared(part, relation) is not None for part, _ in found)
 
     def mu(self, event: DpEvent, *, relation: Relation = Relation.ADD_REMOVE) -> float:
         """Return µ of the limit, or raise `Refused` with the remedy."""
         total = 0.0
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             found = _mu_squared(part, relation)
             if found is None:
                 refuse(self, part, relation, among=(PLD, RDP))

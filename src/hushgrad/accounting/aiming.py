@@ -47,18 +47,18 @@ class NoiseSearch:
         return gaussian_epsilon(1 / mu, delta=self.delta) if mu else math.nan
 
 
-def aimed(asked: NoiseSearch) -> tuple[float, float] | None:
+def aim_noise(asked: NoiseSearch) -> tuple[float, float] | None:
     """A noise multiplier whose ε was confirmed to be within the limits, and that ε.
 
     None where the quick way does not get there; a slower search then has to.
     """
     try:
-        return _aimed(asked)
+        return _aim_noise(asked)
     except (Refused, OverflowError, ZeroDivisionError):
         return None
 
 
-def _aimed(asked: NoiseSearch) -> tuple[float, float] | None:
+def _aim_noise(asked: NoiseSearch) -> tuple[float, float] | None:
     aim = math.sqrt(asked.least * asked.most)
     line = _Line(1.0, 1.0)
     if not line.follow(asked.about, (0.99 * aim, 1.01 * aim)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import PLD, Accountant, require_delta
-from hushgrad.accounting.aiming import CostOf, NoiseSearch, aimed
+from hushgrad.accounting.aiming import CostOf, NoiseSearch, aim_noise
 from hushgrad.accounting.training import Training
 from hushgrad.types import Refused, Relation
 
@@ -88,11 +88,11 @@ def calibrate(
     if epsilon is None:
         spent = accountant.epsilon(training.event, delta=delta, relation=relation)
         return Calibrated(training, spent, delta, relation, accountant.name)
-    found, spent = _completed(training, missing[0], Target(epsilon, delta, relation, accountant))
+    found, spent = _complete(training, missing[0], Target(epsilon, delta, relation, accountant))
     return Calibrated(found, spent, delta, relation, accountant.name)
 
 
-def _completed(training: Training, name: str, target: Target) -> tuple[Training, float]:
+def _complete(training: Training, name: str, target: Target) -> tuple[Training, float]:
     if name == "noise_multiplier":
         noise, spent = least_noise(lambda z: replace(training, noise_multiplier=z).event, target)
         return replace(training, noise_multiplier=noise), spent
@@ -126,7 +126,7 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
     asked = NoiseSearch(
         event_of, target.accountant, target.delta, target.relation, near, target.epsilon
     )
-    return aimed(asked) or _confirmed(event_of, target, search)
+    return aim_noise(asked) or _search_confirmed(event_of, target, search)
 
 
 def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> tuple[int, float]:
@@ -145,11 +145,11 @@ def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> t
         stride = 1.02 if safe > 1 else 4.0
         return _frontier(spend, epsilon, safe=safe, stride=stride, limit=limit)
 
-    number, spent = _confirmed(lambda number: event_of(int(number)), target, search)
+    number, spent = _search_confirmed(lambda number: event_of(int(number)), target, search)
     return int(number), spent
 
 
-def _confirmed(
+def _search_confirmed(
     event_of: Callable[[float], DpEvent],
     target: Target,
     search: Callable[[CostOf, float, float | None], float],
@@ -212,11 +212,11 @@ def _frontier(spend: CostOf, epsilon: float, *, safe: float, stride: float, limi
         if spend(value) <= epsilon:
             inner, low = value, spend(value)
             held = max(held, 0) + 1
-            high = _softened(high, epsilon) if held > 1 else high
+            high = _soften(high, epsilon) if held > 1 else high
         else:
             outer, high = value, spend(value)
             held = min(held, 0) - 1
-            low = _softened(low, epsilon) if held < -1 else low
+            low = _soften(low, epsilon) if held < -1 else low
     return inner
 
 
@@ -229,7 +229,7 @@ def _between(inner: float, outer: float, low: float, high: float, epsilon: float
     return float(inner * (outer / inner) ** share)
 
 
-def _softened(spent: float, epsilon: float) -> float:
+def _soften(spent: float, epsilon: float) -> float:
     """Halve the distance to the target of an end that stays, so that the other one moves on."""
     return math.sqrt(max(spent, 1e-3 * epsilon) * epsilon)
 

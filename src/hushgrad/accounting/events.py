@@ -9,7 +9,7 @@ from itertools import pairwise
 from dp_accounting import DpEvent, GaussianDpEvent
 from dp_accounting.dp_event import NoOpDpEvent
 
-from hushgrad.events import MixedDpEvent, merged
+from hushgrad.events import MixedDpEvent, count_leaves
 from hushgrad.sampling import Poisson
 from hushgrad.types import Refused
 
@@ -61,8 +61,8 @@ def uniformly_stopped(
 
 def _require_prefix(shorter: DpEvent, longer: DpEvent) -> None:
     """Rounding up needs that a run of more rounds holds one of fewer."""
-    have = {repr(part): count for part, count in merged(longer)}
-    needed = ((p, count) for p, count in merged(shorter) if not isinstance(p, NoOpDpEvent))
+    have = {repr(part): count for part, count in count_leaves(longer)}
+    needed = ((p, count) for p, count in count_leaves(shorter) if not isinstance(p, NoOpDpEvent))
     if any(have.get(repr(part), 0) < count for part, count in needed):
         raise Refused(
             "expected rounds(t) to hold every event of rounds(t - 1), got one that leaves some "

@@ -21,8 +21,8 @@ from dp_accounting.dp_event import (
 from scipy.stats import binom
 
 from hushgrad.accounting.accountants import PLD, Accountant, Pld, require_delta
+from hushgrad.accounting.backend import kinds, parts
 from hushgrad.accounting.calibration import require_proof
-from hushgrad.accounting.packaged import kinds, parts
 from hushgrad.events import MixedDpEvent, PureDpEvent
 from hushgrad.types import Refused, Relation
 

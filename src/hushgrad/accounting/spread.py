@@ -15,7 +15,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, TruncatedSubsampledGaussianDpEvent
 from scipy.special import logsumexp
 
-from hushgrad.accounting.packaged import parts
+from hushgrad.accounting.backend import parts
 from hushgrad.events import MixedDpEvent
 from hushgrad.types import Relation
 

@@ -25,8 +25,8 @@ from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.guards import restored
+from hushgrad.iterates import Values, copy_values, exchange_values, norm
 from hushgrad.noise import gaussian, release
-from hushgrad.points import Values, norm, point, swapped
 from hushgrad.run.step import Part, StepContext, Summand, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation
 
@@ -143,7 +143,7 @@ class Agd:
         found = torch.zeros(len(ends), dtype=torch.float64)
         for k, end in enumerate(ends):
             # The same draws at every end, and no two records with the same.
-            with torch.no_grad(), torch.random.fork_rng(), swapped(context.params, end):
+            with torch.no_grad(), torch.random.fork_rng(), exchange_values(context.params, end):
                 for part in context.work.parts():
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
@@ -190,7 +190,7 @@ def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
 
 
 def _moved(params: Params, mean: Values, rate: float) -> dict[str, Tensor]:
-    return {n: x - rate * mean[n].to(x.device, x.dtype) for n, x in point(params).items()}
+    return {n: x - rate * mean[n].to(x.device, x.dtype) for n, x in copy_values(params).items()}
 
 
 def _losses(part: Part) -> Tensor:

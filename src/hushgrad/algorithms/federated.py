@@ -19,8 +19,8 @@ from hushgrad.gradients.factors.gradients import Factors
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.guards import check_parameters, restored
+from hushgrad.iterates import copy_values, exchange_values
 from hushgrad.numerics import wide
-from hushgrad.points import point, swapped
 from hushgrad.run.step import Part, StepContext, Summand
 from hushgrad.types import Params
 
@@ -91,10 +91,10 @@ class FedAvg:
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
         batch, _ = unwrap_constants(part.batch)
         examples = map_tensors(lambda x: x[client], batch)
-        before = point(part.params)
-        values, tensors = point(part.params), list(part.params.values())
+        before = copy_values(part.params)
+        values, tensors = copy_values(part.params), list(part.params.values())
         losses = []
-        with restored({}, part.modules), swapped(part.params, values):
+        with restored({}, part.modules), exchange_values(part.params, values):
             for _ in range(self.local_steps):
                 with torch.enable_grad():
                     mean = part.loss(examples).mean()

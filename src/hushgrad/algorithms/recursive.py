@@ -27,7 +27,7 @@ from hushgrad.algorithms.algorithm import (
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.gradients import difference
-from hushgrad.points import Values, distance, norm, point
+from hushgrad.iterates import Values, copy_values, distance, norm
 from hushgrad.run.step import Ask, Part, StepContext, Summand
 from hushgrad.types import Params
 
@@ -123,7 +123,7 @@ class Srm:
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The recursion; what is remembered is the released estimate and its point."""
-        here = point(context.params)
+        here = copy_values(context.params)
         if not state:
             estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
         else:
@@ -232,7 +232,7 @@ class SpiderBoost:
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The anchor, or the recursion from it."""
-        here = point(context.params)
+        here = copy_values(context.params)
         if context.step % self.period == 0 or not state:
             estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
         else:
@@ -258,7 +258,9 @@ def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Valu
     if isinstance(rule, Clip):
         return rule
     groups = len(context.work.groups(tuple(context.params)).names)
-    return rule.at(distance(point(context.params), before), most=2 * context.clip.bound(groups))
+    return rule.at(
+        distance(copy_values(context.params), before), most=2 * context.clip.bound(groups)
+    )
 
 
 def copied(estimate: Values) -> dict[str, Tensor]:

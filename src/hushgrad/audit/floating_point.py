@@ -42,7 +42,7 @@ def float64_noise(total: Tensor, trial: int) -> Tensor:
     return total.double() + standard_normal(len(total), Rng.fixed(trial))
 
 
-def released(total: Tensor, trial: int) -> Tensor:
+def hushgrad_noise(total: Tensor, trial: int) -> Tensor:
     """What hushgrad does."""
     bounded = Bounded({"sum": total}, l2=1.0)
     return release(bounded, gaussian(1.0), rng=Rng.fixed(trial), step=0).values["sum"]

@@ -32,7 +32,7 @@ def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def rebuilt(tree: Any, values: list[Any]) -> Any:
+def rebuild(tree: Any, values: list[Any]) -> Any:
     """A container of the same kind with other values in place of its parts."""
     if type(tree) in _PLAIN:
         return type(tree)(values)
@@ -56,7 +56,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     parts = parts_of(tree)
     if parts is None:
         return tree
-    return rebuilt(tree, [map_leaves(function, value) for _, value in parts])
+    return rebuild(tree, [map_leaves(function, value) for _, value in parts])
 
 
 def leaves_of(tree: Any) -> list[Any]:

@@ -48,13 +48,13 @@ def count(batch: Batch) -> int:
     if len(sizes) != 1 or None in sizes:
         raise Refused(
             "expected a batch of tensors that all have the records in their first dimension, got "
-            f"{_described(batch, sizes)}; "
+            f"{_describe(batch, sizes)}; "
             "move the records to the front and let the loss close over what they share"
         )
     return int(sizes.pop() or 0)
 
 
-def _described(batch: Batch, sizes: set[int | None]) -> str:
+def _describe(batch: Batch, sizes: set[int | None]) -> str:
     """What is wrong with a batch, without the number of its records, which is private."""
     if not sizes:
         return f"no tensor in a {type(batch).__name__}"
@@ -72,16 +72,16 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
     return map_tensors(lambda x: x[start:stop], batch)
 
 
-def laid_out(batch: Batch) -> Batch:
+def lay_out(batch: Batch) -> Batch:
     """The batch without its graph, in memory as its padded copy is.
 
     Kernels change their bits with the layout too, and only some batches need padding. Pictures may
     have their channels last, which padding keeps.
     """
-    return map_tensors(_laid_out, batch)
+    return map_tensors(_lay_out, batch)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def _lay_out(x: Tensor) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
     return x.detach() if last else x.detach().contiguous()

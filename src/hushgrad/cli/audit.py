@@ -15,8 +15,8 @@ from hushgrad.audit.floating_point import (
     Mechanism,
     float32_noise,
     float64_noise,
+    hushgrad_noise,
     radii,
-    released,
 )
 
 audit = typer.Typer(no_args_is_help=True, help="Attack the library, and see what it gives away.")
@@ -27,7 +27,7 @@ _Draws = typer.Option(min=16, max=2**30, help="numbers to look for the tail in")
 _MECHANISMS: dict[str, Mechanism] = {
     "float32, torch.randn": float32_noise,
     "float64, no grid": float64_noise,
-    "hushgrad": released,
+    "hushgrad": hushgrad_noise,
 }
 
 

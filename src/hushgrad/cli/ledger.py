@@ -191,7 +191,7 @@ def _rule(
 
 def _spelled(account: Account) -> str:
     budget = f"({account.epsilon:g}, {account.delta:g})-DP"
-    return f"{budget}, {account.relation.value}, filter {account.rule.spelled}"
+    return f"{budget}, {account.relation.value}, filter {account.rule.title}"
 
 
 def _sums(account: Account) -> Table:

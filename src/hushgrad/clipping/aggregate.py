@@ -55,7 +55,7 @@ def aggregate(
     return Bounded({name: x.double() * scale for name, x in sums.items()}, l2)
 
 
-def together(sums: Iterable[Bounded]) -> Bounded:
+def sum_over_same_records(sums: Iterable[Bounded]) -> Bounded:
     """Add sums over the same records, in float64: what bounds a record's share is their sum."""
     total, *others = sums
     for other in others:

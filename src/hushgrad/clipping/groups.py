@@ -19,7 +19,7 @@ class Groups:
     of: Mapping[str, int]
 
     @property
-    def together(self) -> dict[str, tuple[str, ...]]:
+    def members(self) -> dict[str, tuple[str, ...]]:
         """The parameters that share each one's group, itself included, in their order."""
         members: dict[int, tuple[str, ...]] = {}
         for name, group in self.of.items():

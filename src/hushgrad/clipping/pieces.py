@@ -35,14 +35,14 @@ class Pieces:
     """How many pieces there are, a public number, and the key by which records are dealt to them.
 
     >>> pieces = Pieces(3, Rng.fixed(0))
-    >>> [places.tolist() for places in pieces.dealt(5)]
+    >>> [places.tolist() for places in pieces.places(5)]
     [[0, 2, 4], [3], [1]]
     """
 
     count: int
     rng: Rng
 
-    def dealt(self, records: int) -> list[PiecePlaces]:
+    def places(self, records: int) -> list[PiecePlaces]:
         """The places of each piece's records, in ascending order.
 
         Guarantees: every record draws its piece by itself, each piece with the same probability up

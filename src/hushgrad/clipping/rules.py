@@ -68,7 +68,7 @@ class Clip:
         usable = usable if groups == 1 else usable.all(1, keepdim=True)
         if self.mapped:
             # A user's rule gets copies: the clamp below must not read what a rule has written.
-            weights = _mapped(self.weigh, torch.where(usable, norms, 1.0), clip_norms)
+            weights = _map_records(self.weigh, torch.where(usable, norms, 1.0), clip_norms)
             weights = torch.nan_to_num(weights.detach(), 0.0, 0.0, 0.0)
         else:
             weights = self.weigh(norms, clip_norms)  # nan only where a norm is not usable
@@ -91,7 +91,7 @@ class Clip:
         """The rule of a later step: this one, which follows nothing."""
         return self
 
-    def moved(self, clip: Clip, clipped: float) -> Clip:
+    def next_rule(self, clip: Clip, clipped: float) -> Clip:
         """The rule of the next step: this one."""
         return self
 
@@ -129,7 +129,7 @@ class Adaptive:
         assert isinstance(clip_norm, int | float)
         return self.rule(clip_norm)
 
-    def moved(self, clip: Clip, clipped: float) -> Clip:
+    def next_rule(self, clip: Clip, clipped: float) -> Clip:
         """The rule of the next step, from that of this step and its released share of clipped."""
         assert isinstance(clip.clip_norm, int | float)
         below = min(max(1 - clipped, 0.0), 1.0)
@@ -143,7 +143,7 @@ class Adaptive:
 _FARTHEST = 2.0**20  # noise alone must not carry the norm out of what float32 can hold
 
 
-def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
+def _map_records(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
     """Apply `weigh` to each record's norms by themselves."""
     if len(norms) == 0:
         return norms

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hushgrad.data.files import Published
+from hushgrad.data.files import PublishedFiles
 from hushgrad.data.images import Images, unit_pixels
 from hushgrad.data.split import Split
 
-CIFAR10 = Published(
+CIFAR10 = PublishedFiles(
     name="CIFAR-10",
     folder="cifar10/cifar-10-batches-bin",
     source="https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -39,7 +39,7 @@ def cifar10(root: Path | None = None) -> Split[Images]:
     return from_binary(CIFAR10, root=root)
 
 
-def from_binary(files: Published, *, root: Path | None) -> Split[Images]:
+def from_binary(files: PublishedFiles, *, root: Path | None) -> Split[Images]:
     """A data set in files of CIFAR-10's binary records; the file `test_batch.bin` is for tests."""
     train = [file for file in files.sha256 if file != "test_batch.bin"]
     return Split(
@@ -52,7 +52,7 @@ def from_binary(files: Published, *, root: Path | None) -> Split[Images]:
     )
 
 
-def _content(files: Published, file: str, root: Path | None) -> bytes:
+def _content(files: PublishedFiles, file: str, root: Path | None) -> bytes:
     content = files.read(file, root=root)
     if len(content) % RECORD:
         raise ValueError(

@@ -14,7 +14,7 @@ VARIABLE = "HUSHGRAD_DATA"
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFiles:
     """The files of a data set: their folder below the root, their public home, their SHA-256."""
 
     name: str
@@ -33,9 +33,9 @@ class Published:
         what is parsed.
         """
         path = self.path(file, root=root)
-        return self.verified(file, self.stored(path), path=path)
+        return self.verify(file, self.read_unverified(path), path=path)
 
-    def stored(self, path: Path) -> bytes:
+    def read_unverified(self, path: Path) -> bytes:
         """The bytes that are at `path`, not verified."""
         try:
             return path.read_bytes()
@@ -45,7 +45,7 @@ class Published:
                 f"{self.source}"
             ) from None
 
-    def verified(self, file: str, content: bytes, *, path: Path) -> bytes:
+    def verify(self, file: str, content: bytes, *, path: Path) -> bytes:
         """`content`, which came from `path`, refused unless its SHA-256 is that of `file`."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256[file]:
@@ -56,7 +56,7 @@ class Published:
         return content
 
 
-def decompressed(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
+def decompress(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
     """Decompress a file, and name it where that fails."""
     try:
         return by(content)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hushgrad.data.files import Published, decompressed
+from hushgrad.data.files import PublishedFiles, decompress
 from hushgrad.data.images import Images, unit_pixels
 from hushgrad.data.split import Split
 
-MNIST = Published(
+MNIST = PublishedFiles(
     name="MNIST",
     folder="mnist",
     source="http://yann.lecun.com/exdb/mnist/",
@@ -33,7 +33,7 @@ MNIST = Published(
     },
 )
 
-FASHION_MNIST = Published(
+FASHION_MNIST = PublishedFiles(
     name="Fashion-MNIST",
     folder="fashion-mnist",
     source="https://github.com/zalandoresearch/fashion-mnist",
@@ -71,14 +71,16 @@ def fashion_mnist(root: Path | None = None) -> Split[Images]:
     return from_idx(FASHION_MNIST, CLOTHES, root=root)
 
 
-def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -> Split[Images]:
+def from_idx(
+    files: PublishedFiles, classes: tuple[str, ...], *, root: Path | None
+) -> Split[Images]:
     """A data set in the four files that MNIST has."""
 
     def part(prefix: str) -> Images:
         images_file = f"{prefix}-images-idx3-ubyte.gz"
         labels_file = f"{prefix}-labels-idx1-ubyte.gz"
-        pixels = parsed_idx(files.read(images_file, root=root), file=images_file, dimensions=3)
-        labels = parsed_idx(files.read(labels_file, root=root), file=labels_file, dimensions=1)
+        pixels = parse_idx(files.read(images_file, root=root), file=images_file, dimensions=3)
+        labels = parse_idx(files.read(labels_file, root=root), file=labels_file, dimensions=1)
         if len(pixels) != len(labels):
             raise ValueError(
                 f"expected a label for each of the {len(pixels)} images of {images_file}, got "
@@ -96,9 +98,9 @@ def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -
     )
 
 
-def parsed_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
+def parse_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
     """The array in a compressed IDX file: 0, 0, the type 8, the dimensions, their sizes, bytes."""
-    raw = decompressed(content, gzip.decompress, file=file)
+    raw = decompress(content, gzip.decompress, file=file)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(

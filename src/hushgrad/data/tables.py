@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from hushgrad.data.files import Published, decompressed
+from hushgrad.data.files import PublishedFiles, decompress
 from hushgrad.data.split import Split
 
 LabelledTable = tuple[Float32[Tensor, "record feature"], Int64[Tensor, " record"]]
@@ -20,7 +20,7 @@ LabelledTable = tuple[Float32[Tensor, "record feature"], Int64[Tensor, " record"
 LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html"
 
 # Checksums of the text: the same text can be compressed in more than one way.
-A9A = Published(
+A9A = PublishedFiles(
     name="a9a",
     folder="a9a",
     source=LIBSVM,
@@ -29,7 +29,7 @@ A9A = Published(
         "a9a.t": "1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9",
     },
 )
-IJCNN1 = Published(
+IJCNN1 = PublishedFiles(
     name="ijcnn1",
     folder="ijcnn1",
     source=LIBSVM,
@@ -51,12 +51,12 @@ def ijcnn1(root: Path | None = None) -> Split[LabelledTable]:
 
 
 def from_libsvm(
-    files: Published, features: int, *, classes: tuple[str, str], root: Path | None
+    files: PublishedFiles, features: int, *, classes: tuple[str, str], root: Path | None
 ) -> Split[LabelledTable]:
     """A data set of two classes in two files, `NAME` and `NAME.t`, compressed by bzip2 or not."""
 
     def part(file: str) -> LabelledTable:
-        return parsed_libsvm(_text(files, file, root), features, file=file)
+        return parse_libsvm(_text(files, file, root), features, file=file)
 
     return Split(
         name=files.name,
@@ -68,7 +68,7 @@ def from_libsvm(
     )
 
 
-def parsed_libsvm(text: bytes, features: int, *, file: str) -> LabelledTable:
+def parse_libsvm(text: bytes, features: int, *, file: str) -> LabelledTable:
     """The table in `text`: for each line a label, −1 or +1, and index:value pairs from 1."""
     from sklearn.datasets import load_svmlight_file  # takes a second: only who needs it waits
 
@@ -88,10 +88,10 @@ def parsed_libsvm(text: bytes, features: int, *, file: str) -> LabelledTable:
     return torch.from_numpy(sparse.toarray()), torch.from_numpy((labels > 0).astype(np.int64))
 
 
-def _text(files: Published, file: str, root: Path | None) -> bytes:
+def _text(files: PublishedFiles, file: str, root: Path | None) -> bytes:
     """The verified text of a file, compressed or not."""
     if files.path(file, root=root).exists():
         return files.read(file, root=root)
     path = files.path(f"{file}.bz2", root=root)
-    text = decompressed(files.stored(path), bz2.decompress, file=path.name)
-    return files.verified(file, text, path=path)
+    text = decompress(files.read_unverified(path), bz2.decompress, file=path.name)
+    return files.verify(file, text, path=path)

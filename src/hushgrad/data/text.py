@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from hushgrad.data.files import Published
+from hushgrad.data.files import PublishedFiles
 from hushgrad.data.split import Split
 
 Sentences = tuple[list[str], Int64[Tensor, " record"]]
@@ -19,7 +19,7 @@ Sentences = tuple[list[str], Int64[Tensor, " record"]]
 Pairs = tuple[list[str], list[str]]
 """What is to be said, and a text that says it."""
 
-SST2 = Published(
+SST2 = PublishedFiles(
     name="SST-2",
     folder="sst2/SST-2",
     source="https://gluebenchmark.com/tasks",
@@ -28,7 +28,7 @@ SST2 = Published(
         "dev.tsv": "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
     },
 )
-E2E = Published(
+E2E = PublishedFiles(
     name="E2E",
     folder="e2e",
     source="https://github.com/tuetschek/e2e-dataset",
@@ -49,11 +49,11 @@ def sst2(root: Path | None = None) -> Split[Sentences]:
     return sst2_from(SST2, root=root)
 
 
-def sst2_from(files: Published, *, root: Path | None) -> Split[Sentences]:
+def sst2_from(files: PublishedFiles, *, root: Path | None) -> Split[Sentences]:
     """A data set in the files of SST-2."""
 
     def part(file: str) -> Sentences:
-        return parsed_tsv(files.read(file, root=root), file=file)
+        return parse_tsv(files.read(file, root=root), file=file)
 
     return Split(
         name=files.name,
@@ -74,11 +74,11 @@ def e2e(root: Path | None = None) -> Split[Pairs]:
     return e2e_from(E2E, root=root)
 
 
-def e2e_from(files: Published, *, root: Path | None) -> Split[Pairs]:
+def e2e_from(files: PublishedFiles, *, root: Path | None) -> Split[Pairs]:
     """A data set in the files of E2E."""
 
     def part(file: str) -> Pairs:
-        return parsed_csv(files.read(file, root=root), file=file)
+        return parse_csv(files.read(file, root=root), file=file)
 
     return Split(
         name=files.name,
@@ -90,12 +90,12 @@ def e2e_from(files: Published, *, root: Path | None) -> Split[Pairs]:
     )
 
 
-def parsed_tsv(content: bytes, *, file: str) -> Sentences:
+def parse_tsv(content: bytes, *, file: str) -> Sentences:
     """Lines of a sentence, a tab and 0 or 1, below a header.
 
     Quotes and further tabs belong to the sentence, and only a newline ends a line.
     """
-    header, *lines = _decoded(content, file).removesuffix("\n").split("\n")
+    header, *lines = _decode(content, file).removesuffix("\n").split("\n")
     rows = [line.rpartition("\t") for line in lines]
     wrong = [i for i, (_, tab, label) in enumerate(rows, 2) if not tab or label not in ("0", "1")]
     if header != "sentence\tlabel" or wrong:
@@ -108,9 +108,9 @@ def parsed_tsv(content: bytes, *, file: str) -> Sentences:
     return [sentence for sentence, _, _ in rows], labels
 
 
-def parsed_csv(content: bytes, *, file: str) -> Pairs:
+def parse_csv(content: bytes, *, file: str) -> Pairs:
     """Rows of two fields, `mr` and `ref`, in which quoted newlines belong to the text."""
-    text = io.StringIO(_decoded(content, file), newline="")
+    text = io.StringIO(_decode(content, file), newline="")
     try:
         header, *rows = csv.reader(text, strict=True)
         if header != ["mr", "ref"]:
@@ -122,7 +122,7 @@ def parsed_csv(content: bytes, *, file: str) -> Pairs:
         ) from None
 
 
-def _decoded(content: bytes, file: str) -> str:
+def _decode(content: bytes, file: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as e:

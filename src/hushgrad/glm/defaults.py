@@ -91,7 +91,7 @@ class DescentSettings:
     momentum: float
 
 
-def course(
+def descent_settings(
     public: Public,
     *,
     full: bool,

@@ -108,7 +108,7 @@ def sample_of(features: Any, targets: np.ndarray) -> frozenset[int]:
         for start in range(0, len(digests), step):
             piece = _bits(np.asarray(features[start : start + step]))
             digests[start : start + step] += (piece * words[:-1]).sum(1, dtype=np.uint64)
-    return frozenset(np.unique(_mixed(digests))[:_SAMPLE].tolist())
+    return frozenset(np.unique(_mix(digests))[:_SAMPLE].tolist())
 
 
 def _bits(numbers: np.ndarray) -> np.ndarray:
@@ -116,7 +116,7 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(numbers.astype(np.float64, copy=False) + 0.0).view(np.uint64)
 
 
-def _mixed(digests: np.ndarray) -> np.ndarray:
+def _mix(digests: np.ndarray) -> np.ndarray:
     """Every bit of the digest in every bit of the result, one to one (Stafford's mix 13)."""
     x = digests ^ (digests >> np.uint64(30))
     x = x * np.uint64(0xBF58476D1CE4E5B9)

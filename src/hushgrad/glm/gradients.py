@@ -62,7 +62,7 @@ class LinearGradients:
         are far below any error that is asked for.
         """
         padded = F.pad(weights[NAME], (0, len(self.slopes) - self.rows.count))[:, None]
-        return {NAME: self.rows.combined(torch.where(padded == 0, 0.0, padded * self.slopes))}
+        return {NAME: self.rows.combine(torch.where(padded == 0, 0.0, padded * self.slopes))}
 
     def __add__(self, other: LinearGradients) -> LinearGradients:
         """Add gradients of the same records, at another point or of another loss."""

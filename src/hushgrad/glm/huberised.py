@@ -101,7 +101,7 @@ class Huberised:
         ends = torch.stack(corners, 1).sort(1).values
         low, high = torch.minimum(start, z)[:, None], torch.maximum(start, z)[:, None]
         ends = torch.cat([low, torch.minimum(torch.maximum(ends, low), high), high], 1)
-        parts = _integrated(lambda t: self._along(t, y, norms), ends)
+        parts = _integrate(lambda t: self._along(t, y, norms), ends)
         return self.loss.value(start, y) + torch.sign(z - start) * parts
 
     @property
@@ -230,7 +230,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _PANELS = 8  # in each piece between two ends
 
 
-def _integrated(
+def _integrate(
     f: Callable[[Tensor], Tensor], ends: Float64[Tensor, "n k"]
 ) -> Float64[Tensor, " n"]:
     """∫ f from the first end to the last, piece by piece: f has its corners at the ends."""

@@ -57,7 +57,7 @@ def _each(function: OfScores) -> OfScores:
     def alone(z: Tensor, y: Tensor) -> Tensor:
         return function(z[None], y[None])[0]
 
-    def mapped(z: Tensor, y: Tensor) -> Tensor:
+    def apply(z: Tensor, y: Tensor) -> Tensor:
         if not len(z):
             return function(z, y)
         try:
@@ -65,15 +65,15 @@ def _each(function: OfScores) -> OfScores:
         except RuntimeError:  # one that branches on its values cannot be vectorised
             return torch.stack([alone(*one) for one in zip(z, y, strict=True)])
 
-    return mapped
+    return apply
 
 
-_built = functools.partial(ScoreLoss, mapped=False)
+_library_loss = functools.partial(ScoreLoss, mapped=False)
 
 
 def logistic() -> ScoreLoss:
     """log(1 + e^(−yz)), for labels −1 and +1."""
-    return _built(
+    return _library_loss(
         "logistic",
         lambda z, y: F.softplus(-y * z),
         lambda z, y: -y * torch.sigmoid(-y * z),
@@ -87,7 +87,7 @@ def multinomial() -> ScoreLoss:
 
     ‖ℓ'‖ reaches √2, when all the weight is on a wrong class; √(K/(K−1)) is no bound.
     """
-    return _built(
+    return _library_loss(
         "multinomial",
         lambda z, y: torch.logsumexp(z, 1) - _of_label(z, y),
         lambda z, y: torch.softmax(z, 1) - _one_hot(z, y),
@@ -99,13 +99,15 @@ def multinomial() -> ScoreLoss:
 
 def squared() -> ScoreLoss:
     """(z − y)²/2; no bound on its slope without one on scores and labels."""
-    return _built("squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0)
+    return _library_loss(
+        "squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0
+    )
 
 
 def huber(knot: float = 1.0) -> ScoreLoss:
     """(z − y)²/2 up to |z − y| = `knot`, and straight beyond."""
     _require_positive("knot", knot)
-    return _built(
+    return _library_loss(
         f"huber({knot:g})",
         lambda z, y: F.huber_loss(z, y.to(z.dtype), reduction="none", delta=knot),
         lambda z, y: (z - y).clamp(-knot, knot),
@@ -117,7 +119,7 @@ def huber(knot: float = 1.0) -> ScoreLoss:
 
 def hinge() -> ScoreLoss:
     """max(0, 1 − yz), for labels −1 and +1; at the corner the derivative is taken as 0."""
-    return _built(
+    return _library_loss(
         "hinge",
         lambda z, y: (1 - y * z).clamp(min=0),
         lambda z, y: torch.where(y * z < 1, -y, 0.0).to(z.dtype),
@@ -137,7 +139,7 @@ def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
         inside = (1 + width - y * z).clamp(0, 2 * width)
         return inside.square() / (4 * width) + (1 - width - y * z).clamp(min=0)
 
-    return _built(
+    return _library_loss(
         f"smoothed_hinge({width:g})",
         value,
         lambda z, y: -y * (1 + width - y * z).clamp(0, 2 * width) / (2 * width),
@@ -161,7 +163,7 @@ def multiclass_hinge() -> ScoreLoss:
         lost = (1 + rival.amax(1) - _of_label(z, y) > 0).to(z.dtype)[:, None]
         return lost * (_one_hot(z, rival.argmax(1)) - _one_hot(z, y))
 
-    return _built(
+    return _library_loss(
         "multiclass_hinge",
         lambda z, y: (1 + others(z, y).amax(1) - _of_label(z, y)).clamp(min=0),
         derivative,
@@ -172,7 +174,9 @@ def multiclass_hinge() -> ScoreLoss:
 
 def poisson() -> ScoreLoss:
     """e^z − yz: counts with mean e^z; neither slope nor curvature has a bound."""
-    return _built("poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y)
+    return _library_loss(
+        "poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y
+    )
 
 
 def savage() -> ScoreLoss:
@@ -186,7 +190,7 @@ def savage() -> ScoreLoss:
         return -2 * y * s.square() * torch.sigmoid(y * z)
 
     steepest = (15 - math.sqrt(33)) / 24  # where s of the second derivative turns
-    return _built(
+    return _library_loss(
         "savage",
         lambda z, y: torch.sigmoid(-y * z).square(),
         derivative,
@@ -206,7 +210,7 @@ def tangent() -> ScoreLoss:
         v = y * z
         return 4 * y * (2 * torch.atan(v) - 1) / (1 + v.square())
 
-    return _built(
+    return _library_loss(
         "tangent",
         lambda z, y: (2 * torch.atan(y * z) - 1).square(),
         derivative,
@@ -239,7 +243,7 @@ def bi_tempered(t1: float = 0.8, t2: float = 1.2, *, vector: bool = False) -> Sc
         escort = p.pow(t2) / p.pow(t2).sum(1, keepdim=True)
         return u - escort * u.sum(1, keepdim=True)
 
-    return _built(
+    return _library_loss(
         f"bi_tempered({t1:g}, {t2:g})",
         value if vector else lambda z, y: value(_two(z), (y > 0).long()),
         derivative if vector else lambda z, y: derivative(_two(z), (y > 0).long())[:, 1],

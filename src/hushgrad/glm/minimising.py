@@ -40,7 +40,7 @@ def minimiser(
 
     def gradient(theta: Tensor) -> Tensor:
         slopes = linear_gradients(rows, labels, theta, loss=loss).slopes
-        return rows.combined(slopes) + strength * theta + tilt
+        return rows.combine(slopes) + strength * theta + tilt
 
     theta = torch.zeros_like(tilt)
     now = gradient(theta)
@@ -59,10 +59,10 @@ def minimiser(
             break
         theta, now = theta - share * step, moved
     steepest = strength + loss.smoothness * float(rows.sq_norms.sum())
-    return _descended(gradient, theta, strength, steepest, tolerance)
+    return _accelerated_descent(gradient, theta, strength, steepest, tolerance)
 
 
-def _descended(
+def _accelerated_descent(
     gradient: Callable[[Tensor], Tensor],
     theta: Tensor,
     strength: float,
@@ -114,7 +114,7 @@ def _newton_step(
         direction = torch.from_numpy(np.ascontiguousarray(v)).reshape(theta.shape)
         along = rows.scores(direction)
         bent = torch.func.jvp(lambda s: _slopes(s, y, loss), (z,), (along,))[1]
-        return (rows.combined(bent) + strength * direction).reshape(-1).numpy()
+        return (rows.combine(bent) + strength * direction).reshape(-1).numpy()
 
     size = theta.numel()
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)

@@ -58,7 +58,7 @@ class RowSource(Protocol):
     def scores(self, theta: Float64[Tensor, "classes width"]) -> Float64[Tensor, "padded classes"]:
         """<θ_k, x> for every row and class."""
 
-    def combined(
+    def combine(
         self, weights: Float64[Tensor, "padded classes"]
     ) -> Float64[Tensor, "classes width"]:
         """Σ weight·x for every class."""
@@ -98,7 +98,7 @@ class DenseRows:
             return scores_of(self.x, theta)
         return torch.cat([scores_of(part, theta) for part in self.x.split(PART)])
 
-    def combined(self, weights: Tensor) -> Tensor:
+    def combine(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
 
     def gram(self, weights: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class SparseRows:
     def scores(self, theta: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.x @ theta.numpy().T))
 
-    def combined(self, weights: Tensor) -> Tensor:
+    def combine(self, weights: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray((self.x.T @ weights.numpy()).T))
 
     def gram(self, weights: Tensor) -> Tensor:

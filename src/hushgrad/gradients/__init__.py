@@ -84,7 +84,7 @@ def per_sample(
         return Gradients(
             {name: {} for name in params}, params, torch.zeros(0, device=device), in_turn(0)
         )
-    batch = records.laid_out(_structures.checked(batch, loss, params))
+    batch = records.lay_out(_structures.checked(batch, loss, params))
     objective = Objective(loss, params, tuple(modules), frozenset(idle), foreseen=foreseen)
     forms = (form,) if isinstance(form, Form) else tuple(form)
     key = fingerprint(objective, forms, batch)
@@ -116,7 +116,7 @@ def certificate_for(
     forms = (form,) if isinstance(form, Form) else tuple(form)
     refuse_meta(params, batch)
     batch, _ = unwrap_constants(batch)
-    return _certified(objective, forms, records.laid_out(batch))
+    return _certified(objective, forms, records.lay_out(batch))
 
 
 def forget_structure(params: Params) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hushgrad.parallel.single import spread
+from hushgrad.parallel.single import spread_kind
 from hushgrad.types import NotCovered, Params, Refused
 
 WatchedKey = tuple[int, str]
@@ -308,7 +308,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
         )
     seen: dict[int, str] = {}
     for name, p in params.items():
-        if kind := spread(p):
+        if kind := spread_kind(p):
             raise Refused(
                 f"the parameter {name} is a {kind}, whose values lie in several processes (FSDP, "
                 "tensor parallelism); build the model without it and train it in one process"

@@ -6,7 +6,7 @@ A budget is charged before anything is released:
     ledger.set_budget("census", epsilon=3, delta=1e-5)
     budget = ledger.budget("census")
     entry = budget.open(spend, label="first try", plan={}, fingerprint="")
-    entry.ahead(64)                      # steps 0 to 63 may be released from here on
+    entry.reserve(64)                    # steps 0 to 63 may be released from here on
     entry.settle(steps=64, event=None)
 
 Costs add up by a filter that holds although runs are chosen after seeing earlier ones: `total()`,

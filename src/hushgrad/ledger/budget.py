@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 from hushgrad.accounting import Target
-from hushgrad.ledger.entry import Entry, boot, charge_more, take_over
+from hushgrad.ledger.entry import Entry, boot_id, charge_more, take_over
 from hushgrad.ledger.file import File
 from hushgrad.ledger.records import (
     PLAN,
     Account,
     RunRow,
     add_charge,
+    add_history,
     add_row,
-    loaded,
+    load_account,
     now,
-    remember,
+    renew_seal,
     salt,
-    sealed,
 )
 from hushgrad.ledger.rules import Filter
 from hushgrad.ledger.spending import Spend
@@ -45,7 +45,7 @@ class Budget:
     def account(self) -> Account:
         """The budget with all its runs and charges, as they are now."""
         with self._file.reading() as connection:
-            return loaded(connection, self.name, self._file.path)
+            return load_account(connection, self.name, self._file.path)
 
     @property
     def salt(self) -> bytes:
@@ -108,9 +108,11 @@ class Budget:
         """
         described = json.dumps(plan, sort_keys=True)
         identity = secrets.token_hex(8)
-        row = RunRow(identity, self.name, label, described, now(), 0, 0, 0, boot(), "", None, None)
+        row = RunRow(
+            identity, self.name, label, described, now(), 0, 0, 0, boot_id(), "", None, None
+        )
         with self._file.writing() as connection:
-            account = loaded(connection, self.name, self._file.path)
+            account = load_account(connection, self.name, self._file.path)
             cost = account.cost(spend)
             account.require_room(cost)
             if fingerprint:
@@ -123,8 +125,8 @@ class Budget:
             holder = take_over(connection, row, home=self._file.home)
             add_charge(connection, identity, spend, cost, reason=PLAN)
             what = f"opened {label}: ({spend.epsilon:.6g}, {spend.delta:.6g})-DP"
-            remember(connection, self.name, identity, what)
-            sealed(connection, self.name)
+            add_history(connection, self.name, identity, what)
+            renew_seal(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
     def share(self, fingerprint: str) -> str:
@@ -134,7 +136,7 @@ class Budget:
         name stands for stays. Data that have a budget under another name are refused.
         """
         with self._file.reading() as connection:
-            known = loaded(connection, self.name, self._file.path).fingerprint
+            known = load_account(connection, self.name, self._file.path).fingerprint
             _require_no_other(connection, self.name, fingerprint)
         return fingerprint if known in ("", fingerprint) else ""
 
@@ -156,7 +158,7 @@ class Budget:
         the run began: what that costs is for `charge` to say.
         """
         with self._file.writing() as connection:
-            account = loaded(connection, self.name, self._file.path)
+            account = load_account(connection, self.name, self._file.path)
             _require_no_other(connection, self.name, fingerprint)
             row = _require_row(account, identity, self._file)
             more = charge(row)
@@ -164,7 +166,7 @@ class Budget:
                 spend, reason = more
                 charge_more(connection, account, identity, spend, reason=reason)
             holder = take_over(connection, row, home=self._file.home)
-            sealed(connection, self.name)
+            renew_seal(connection, self.name)
         return Entry(self._file, self.name, identity, holder)
 
     def __repr__(self) -> str:

@@ -22,11 +22,11 @@ from hushgrad.ledger.records import (
     Charge,
     RunRow,
     add_charge,
+    add_history,
     as_text,
-    loaded,
+    load_account,
     now,
-    remember,
-    sealed,
+    renew_seal,
 )
 from hushgrad.ledger.rules import Amounts
 from hushgrad.ledger.spending import Spend
@@ -74,17 +74,17 @@ class Entry:
         account = self._account()
         return [c.spend(account.relation) for c in account.charges if c.entry == self.id]
 
-    def ahead(self, upto: int) -> None:
+    def reserve(self, upto: int) -> None:
         """Reserve: the steps below `upto` may be released once this has returned."""
         with self._holding() as (connection, _):
-            row = _found(loaded(connection, self._budget, self._file.path), self.id)
+            row = _found(load_account(connection, self._budget, self._file.path), self.id)
             if upto > row.position and row.settled is not None:
                 raise Refused(
                     f"expected a run that goes on, got {self.id}, which was settled at "
                     f"{row.settled} with {row.position} steps paid for; start another run"
                 )
             self._update(connection, "position = ?", max(upto, row.position))
-            sealed(connection, self._budget)
+            renew_seal(connection, self._budget)
 
     def digests(self, step: int) -> list[bytes]:
         """The digests of what was released at this step before, oldest first.
@@ -96,7 +96,7 @@ class Entry:
         with self._file.reading() as connection:
             found = connection.execute(asked, (self.id, step)).fetchall()
             row = _row(connection, self.id)
-        doubt = row.doubt if row.boot == boot() else row.position
+        doubt = row.doubt if row.boot == boot_id() else row.position
         return [bytes(digest) for (digest,) in found] or [UNKNOWN] * (step < doubt)
 
     def note(self, step: int, digest: bytes) -> None:
@@ -115,7 +115,7 @@ class Entry:
             if connection.execute(known, (self.id, step, digest)).fetchone():
                 return
             if row.settled is not None:
-                raise over(row, f"another release of step {step}")
+                raise settled_refusal(row, f"another release of step {step}")
             connection.execute(
                 "INSERT INTO digests (entry, step, digest) VALUES (?, ?, ?)",
                 (self.id, step, digest),
@@ -125,10 +125,10 @@ class Entry:
         """Charge an extra cost of this run before it is released; refused if there is no room."""
         with self._holding() as (connection, row):
             if row.settled is not None:
-                raise over(row, "a charge for what it would release besides")
-            account = loaded(connection, self._budget, self._file.path)
+                raise settled_refusal(row, "a charge for what it would release besides")
+            account = load_account(connection, self._budget, self._file.path)
             charge_more(connection, account, self.id, spend, reason=reason)
-            sealed(connection, self._budget)
+            renew_seal(connection, self._budget)
 
     def settle(self, *, steps: int, event: DpEvent | None) -> None:
         """End the run after `steps` steps that did `event` together; what is unused may come back.
@@ -143,7 +143,7 @@ class Entry:
         with self._holding() as (connection, held):
             if held.settled is not None:
                 return
-            account = loaded(connection, self._budget, self._file.path)
+            account = load_account(connection, self._budget, self._file.path)
             row = _found(account, self.id)
             if not 0 <= steps <= row.position:
                 raise ValueError(
@@ -152,7 +152,7 @@ class Entry:
                 )
             plan = next(c for c in account.charges if (c.entry, c.reason) == (self.id, PLAN))
             least = max(steps, row.floor, self._noted(connection))
-            cost = _settled_cost(account, row, plan, done=_done(event, steps, least))
+            cost = _settled_cost(account, row, plan, done=_least_done(event, steps, least))
             if cost != plan.cost:
                 # Only what is still paid for may be replayed.
                 self._update(connection, "position = ?", least)
@@ -161,8 +161,10 @@ class Entry:
                 )
             self._update(connection, "steps = ?, settled = ?", steps, now())
             given_back = "" if cost == plan.cost else ", unused cost given back"
-            remember(connection, self._budget, self.id, f"settled after {steps} steps{given_back}")
-            sealed(connection, self._budget)
+            add_history(
+                connection, self._budget, self.id, f"settled after {steps} steps{given_back}"
+            )
+            renew_seal(connection, self._budget)
 
     def _noted(self, connection: sqlite3.Connection) -> int:
         asked = "SELECT MAX(step) FROM digests WHERE entry = ?"
@@ -171,7 +173,7 @@ class Entry:
 
     def _account(self) -> Account:
         with self._file.reading() as connection:
-            return loaded(connection, self._budget, self._file.path)
+            return load_account(connection, self._budget, self._file.path)
 
     def _row(self) -> RunRow:
         return _found(self._account(), self.id)
@@ -216,10 +218,10 @@ def take_over(connection: sqlite3.Connection, row: RunRow, *, home: str) -> str:
     Whatever may have been released so far, by anyone, is below the row's position from here on.
     """
     token = secrets.token_hex(8)
-    doubt = row.doubt if row.boot == boot() else row.position
+    doubt = row.doubt if row.boot == boot_id() else row.position
     connection.execute(
         "UPDATE entries SET holder = ?, floor = ?, doubt = ?, boot = ? WHERE id = ?",
-        (token, row.position, doubt, boot(), row.id),
+        (token, row.position, doubt, boot_id(), row.id),
     )
     connection.execute("INSERT OR REPLACE INTO homes VALUES (?, ?)", (row.id, home))
     return token
@@ -235,10 +237,10 @@ def charge_more(
     account.require_room(cost)
     add_charge(connection, run, spend, cost, reason=reason)
     what = f"charged ({spend.epsilon:.6g}, {spend.delta:.6g})-DP: {reason}"
-    remember(connection, account.name, run, what)
+    add_history(connection, account.name, run, what)
 
 
-def over(row: RunRow, got: str) -> Refused:
+def settled_refusal(row: RunRow, got: str) -> Refused:
     """The refusal of what would add to a run that is settled."""
     return Refused(
         f"expected at most a replay of the run {row.id}, which was settled at {row.settled}, got "
@@ -247,7 +249,7 @@ def over(row: RunRow, got: str) -> Refused:
 
 
 @functools.cache
-def boot() -> str:
+def boot_id() -> str:
     """What tells one run of the machine from the next; where unknown, one process from the next."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -264,7 +266,7 @@ def _found(account: Account, identity: str) -> RunRow:
     return next(row for row in account.rows if row.id == identity)
 
 
-def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
+def _least_done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
     """What may have been done at least, from what was done in `steps`; None if it is not known."""
     if least == 0:
         return NoOpDpEvent()

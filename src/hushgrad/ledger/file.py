@@ -73,7 +73,7 @@ class File:
         self._same: tuple[int, int] | None = None
         self._seen = self._least = 0  # changes, and bytes of the file
         self._log: os.stat_result | None = None
-        with ledger_errors_explained(path):
+        with explain_ledger_errors(path):
             if not path.exists():
                 _create(path)
             self._connection()
@@ -82,13 +82,13 @@ class File:
     @property
     def home(self) -> str:
         """What tells this file from a copy of it; one that is moved within a disk keeps it."""
-        with ledger_errors_explained(self.path):
+        with explain_ledger_errors(self.path):
             return str(self.path.stat().st_ino)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that sees one state of the file throughout."""
-        with ledger_errors_explained(self.path):
+        with explain_ledger_errors(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute("BEGIN")
             try:
@@ -100,7 +100,7 @@ class File:
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """A transaction that nobody else writes during; it happens as a whole or not at all."""
-        with ledger_errors_explained(self.path):
+        with explain_ledger_errors(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -127,7 +127,7 @@ class File:
             self._connections.pop(own).close()  # what it holds may be lost; the count will tell
             self._log = None
         if own not in self._connections:
-            self._connections[own] = _opened(self.path, self._wait)
+            self._connections[own] = _open(self.path, self._wait)
             self._same = self._same or same
             self._measure()
         # SQLite goes on writing to a file that has lost its name, and all of that would be lost.
@@ -137,7 +137,7 @@ class File:
                 "put it back, or start again with the one that is there"
             )
         if self.path.stat().st_size < self._least:
-            raise damaged(self.path, "one that was cut short while it was in use")
+            raise damage_refusal(self.path, "one that was cut short while it was in use")
         return self._connections[own]
 
     def _measure(self) -> None:
@@ -156,7 +156,7 @@ class File:
         """Refuse a file that has lost what this process wrote to it; the count of its changes."""
         found = connection.execute("SELECT count FROM changes").fetchone()
         if found is None or found[0] < least:
-            raise damaged(self.path, "an older state than it had before")
+            raise damage_refusal(self.path, "an older state than it had before")
         return int(found[0])
 
 
@@ -210,7 +210,7 @@ def _create(path: Path) -> None:
         os.close(folder)
 
 
-def _opened(path: Path, wait: float) -> sqlite3.Connection:
+def _open(path: Path, wait: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
     try:
         _require_ledger(connection, path)
@@ -218,7 +218,7 @@ def _opened(path: Path, wait: float) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         found = [row[0] for row in connection.execute("PRAGMA quick_check")]
         if found != ["ok"]:
-            raise damaged(path, found[0])
+            raise damage_refusal(path, found[0])
     except BaseException:
         connection.close()
         raise
@@ -264,7 +264,7 @@ def _other_file(path: Path) -> Refused:
     )
 
 
-def damaged(path: Path, how: str) -> Refused:
+def damage_refusal(path: Path, how: str) -> Refused:
     """The refusal of a ledger whose contents are not what was written."""
     return Refused(
         f"expected an undamaged ledger at {path}, got {how}; restore it from a copy, and add what "
@@ -273,7 +273,7 @@ def damaged(path: Path, how: str) -> Refused:
 
 
 @contextmanager
-def ledger_errors_explained(path: Path) -> Iterator[None]:
+def explain_ledger_errors(path: Path) -> Iterator[None]:
     """Turn what SQLite and the operating system say into one sentence with a remedy."""
     try:
         yield
@@ -306,7 +306,7 @@ def _refusal(path: Path, error: sqlite3.DatabaseError) -> Refused:
     if code == sqlite3.SQLITE_NOTADB:
         return _other_file(path)
     if code == sqlite3.SQLITE_CORRUPT:
-        return damaged(path, str(error))
+        return damage_refusal(path, str(error))
     return Refused(
         f"expected the ledger {path} to be read and written, got: {error}; nothing of this was "
         "written: look at its disk and folder"

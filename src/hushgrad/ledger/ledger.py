@@ -11,7 +11,7 @@ from typing import Any
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.file import File
-from hushgrad.ledger.records import Account, figure, loaded, remember, salt, sealed
+from hushgrad.ledger.records import Account, add_history, figure, load_account, renew_seal, salt
 from hushgrad.ledger.rules import Amounts, Filter, total
 from hushgrad.types import Refused, Relation
 
@@ -55,7 +55,7 @@ class Ledger:
             asked = "SELECT 1 FROM budgets WHERE name = ?"
             account = None
             if connection.execute(asked, (name,)).fetchone():
-                account = loaded(connection, name, self.path)
+                account = load_account(connection, name, self.path)
             chosen = rule or (account.rule if account else total())
             between = relation or (account.relation if account else Relation.ADD_REMOVE)
             limit = chosen.limit(epsilon, delta)
@@ -72,8 +72,8 @@ class Ledger:
                 (epsilon, delta, between.value, chosen.name, chosen.order, name),
             )
             what = f"budget set to ({epsilon:.6g}, {delta:.6g})-DP{instead}"
-            remember(connection, name, None, f"{what}, {between.value}, filter {chosen.spelled}")
-            sealed(connection, name)
+            add_history(connection, name, None, f"{what}, {between.value}, filter {chosen.title}")
+            renew_seal(connection, name)
         return Budget(self._file, name)
 
     def budget(self, name: str) -> Budget:
@@ -137,7 +137,7 @@ def require_budget(name: str, *, epsilon: float, delta: float) -> None:
 def _require_unchanged(account: Account, rule: Filter, relation: Relation, limit: Amounts) -> None:
     if not account.rows:
         return
-    old, new = (account.rule.spelled, account.relation.value), (rule.spelled, relation.value)
+    old, new = (account.rule.title, account.relation.value), (rule.title, relation.value)
     if old != new:
         raise Refused(
             f"expected the filter {old[0]} under {old[1]}, by which runs on {account.name} were "

@@ -15,8 +15,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import Any
 
-from hushgrad.ledger.file import damaged, digest_of
-from hushgrad.ledger.rules import Amounts, Filter, added, left_of, rule_named
+from hushgrad.ledger.file import damage_refusal, digest_of
+from hushgrad.ledger.rules import Amounts, Filter, add_amounts, left_of, rule_named
 from hushgrad.ledger.spending import Spend, event_from_json, event_to_json
 from hushgrad.types import Refused, Relation
 
@@ -90,14 +90,14 @@ class Account:
     @property
     def spent(self) -> Amounts:
         """What all charges count, those of open runs too."""
-        return added(self.costs, len(self.rule.units))
+        return add_amounts(self.costs, len(self.rule.units))
 
     @property
     def reserved(self) -> Amounts:
         """The part of it that belongs to runs which are not settled."""
         still_open = {row.id for row in self.rows if row.settled is None}
         costs = [charge.cost for charge in self.charges if charge.entry in still_open]
-        return added(costs, len(self.rule.units))
+        return add_amounts(costs, len(self.rule.units))
 
     @property
     def left(self) -> Amounts:
@@ -127,7 +127,9 @@ class Account:
 
     def require_room(self, cost: Amounts) -> None:
         """Refuse a cost that would exceed the budget."""
-        units = zip(self.rule.units, added([*self.costs, cost], len(cost)), self.limit, strict=True)
+        units = zip(
+            self.rule.units, add_amounts([*self.costs, cost], len(cost)), self.limit, strict=True
+        )
         over = [unit for unit, amount, most in units if amount > most]
         if not over:
             return
@@ -139,13 +141,13 @@ class Account:
         )
 
 
-def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
+def load_account(connection: sqlite3.Connection, name: str, path: Path) -> Account:
     """Read a budget with its runs and charges, and check its seal."""
     found = connection.execute("SELECT * FROM budgets WHERE name = ?", (name,)).fetchone()
     if found is None:
-        raise damaged(path, f"one without its budget {name}")
+        raise damage_refusal(path, f"one without its budget {name}")
     if _seal(connection, name) != found[-1]:
-        raise damaged(path, f"other records of {name} than were written")
+        raise damage_refusal(path, f"other records of {name} than were written")
     epsilon, delta, relation, rule, order, fingerprint = found[1:7]
     charges = tuple(Charge(*(*row[:-1], _amounts(row[-1]))) for row in _charges(connection, name))
     return Account(
@@ -160,7 +162,7 @@ def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
     )
 
 
-def sealed(connection: sqlite3.Connection, name: str) -> None:
+def renew_seal(connection: sqlite3.Connection, name: str) -> None:
     """Renew a budget's seal after its records were changed, in the same transaction."""
     seal = _seal(connection, name)
     connection.execute("UPDATE budgets SET seal = ? WHERE name = ?", (seal, name))
@@ -214,7 +216,7 @@ def add_charge(
     )
 
 
-def remember(connection: sqlite3.Connection, name: str, entry: str | None, what: str) -> None:
+def add_history(connection: sqlite3.Connection, name: str, entry: str | None, what: str) -> None:
     """Write a line of history."""
     connection.execute(
         "INSERT INTO history (at, budget, entry, what) VALUES (?, ?, ?, ?)",

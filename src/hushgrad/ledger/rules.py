@@ -41,7 +41,7 @@ class Filter:
     refunds: bool
 
     @property
-    def spelled(self) -> str:
+    def title(self) -> str:
         """The filter in words, with its order."""
         return self.name if self.order is None else f"{self.name} at order {self.order}"
 
@@ -132,7 +132,7 @@ def rule_named(name: str, order: float | None) -> Filter:
     )
 
 
-def added(costs: Sequence[Amounts], units: int) -> Amounts:
+def add_amounts(costs: Sequence[Amounts], units: int) -> Amounts:
     """The sum, unit by unit, rounded once."""
     return tuple(math.fsum(cost[unit] for cost in costs) for unit in range(units))
 

@@ -60,7 +60,7 @@ def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def no_wrapper_called() -> Iterator[None]:
+def refuse_wrapper_calls() -> Iterator[None]:
     """Refuse a pass that calls a wrapper, wherever the loss has it from."""
 
     def look(module: nn.Module, inputs: Any) -> None:
@@ -93,7 +93,7 @@ def _wrapped(what: str, wrapper: str) -> Refused:
     )
 
 
-def spread(p: Tensor) -> str | None:
+def spread_kind(p: Tensor) -> str | None:
     """The name of the kind of tensor whose values lie in several processes, if this is one."""
     return next((kind.__name__ for kind in type(p).__mro__ if kind.__name__ in _SPREAD), None)
 

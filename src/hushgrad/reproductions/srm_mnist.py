@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
-from hushgrad.points import swapped
+from hushgrad.iterates import exchange_values
 from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
@@ -155,7 +155,7 @@ def _trained(
         for end in ends[len(curve) :]:
             kept[end] = rules[end].after(kept[end], params, taken)
         if taken == ends[len(curve)]:
-            with swapped(params, kept.pop(taken)["point"]):
+            with exchange_values(params, kept.pop(taken)["point"]):
                 curve.append((taken, seconds, _error(model, test)))
         started = time.process_time()
     return curve

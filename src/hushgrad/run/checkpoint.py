@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hushgrad.files import written_whole
+from hushgrad.files import open_atomically
 from hushgrad.types import Refused
 
 _VERSION = 2
@@ -37,7 +37,7 @@ def write(path: Path, state: Contents) -> None:
     data = save(tensors, metadata={"hushgrad": str(_VERSION), "digest": _BLANK.decode()})
     place = _digest_at(data)
     digest = _digest(data, place)
-    with written_whole(path) as file:
+    with open_atomically(path) as file:
         for part in (data[:place], digest, memoryview(data)[place + len(_BLANK) :]):
             file.write(part)
 

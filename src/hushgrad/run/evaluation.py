@@ -95,7 +95,7 @@ def evaluate(
             entry.settle(steps=0, event=None)  # nothing was released
         raise
     if entry is not None:
-        entry.ahead(1)
+        entry.reserve(1)
     bounded = Bounded({"values": total.double() / _UNIT}, l2=_bound(len(values), relation))
     # Two evaluations by one key must not share their noise.
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)

@@ -10,14 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hushgrad.clipping.aggregate import aggregate, piece_error, together
+from hushgrad.clipping.aggregate import aggregate, piece_error, sum_over_same_records
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip, automatic
 from hushgrad.gradients import Gradients
 from hushgrad.gradients.guards import restored
+from hushgrad.iterates import Values, exchange_values
 from hushgrad.noise import Noise, release
-from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.run.execution import Execution
@@ -86,7 +86,7 @@ class Part:
         with (
             torch.random.fork_rng(),
             restored({}, self.modules),
-            swapped(self.params, point),
+            exchange_values(self.params, point),
         ):
             return self.execution.gradients(
                 self.loss, self.params, self.batch, self.modules, capacity=self.capacity
@@ -133,7 +133,7 @@ class BatchPass:
             terms = list(ask(part))
             norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
             weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
-            bounded = together(
+            bounded = sum_over_same_records(
                 aggregate(
                     term.gradients,
                     partition.spread(w if term.factor == 1 else term.factor * w),
@@ -182,7 +182,7 @@ class BatchPass:
             return clip.group_weights(norms, group=group, groups=groups)
 
         within = piece_error(clip.bound(groups), share=share)
-        return EagerWeights(partition.together, weights, within)
+        return EagerWeights(partition.members, weights, within)
 
 
 @dataclass

@@ -50,24 +50,24 @@ def refuse_coupling_collate(collate: Collate, records: Sequence[Any]) -> None:
     """
     rows = [records[i % len(records)] for i in range(max(len(records), _FEWEST))]
     places = range(len(rows))
-    whole = _collated(collate, rows)
-    _compare(whole, _collated(collate, rows), places, _UNREPEATABLE)
+    whole = _collate(collate, rows)
+    _compare(whole, _collate(collate, rows), places, _UNREPEATABLE)
     for kept in (places[::2], places[1::2]):
         for beside in _beside_others(rows, kept):
             try:
-                found = _collated(collate, beside)
+                found = _collate(collate, beside)
             except Refused:
                 raise
             except Exception:  # it takes no such records
                 continue
             _compare(whole, found, kept)
-    redrawn = _collated(collate, rows, seed=1)
+    redrawn = _collate(collate, rows, seed=1)
     if not _alike(whole, redrawn):
         return  # a smaller batch draws other numbers
     for i in places[:: -(-len(rows) // _ALONE)]:
-        _compare([x[i : i + 1] for x in whole], _collated(collate, rows[i : i + 1]), [0])
+        _compare([x[i : i + 1] for x in whole], _collate(collate, rows[i : i + 1]), [0])
     half = places[: len(rows) // 2]
-    _compare(whole, _collated(collate, rows[: len(half)]), half)
+    _compare(whole, _collate(collate, rows[: len(half)]), half)
 
 
 def refuse_coupling_fetch(fetch: Callable[[list[int]], list[Any]], positions: list[int]) -> None:
@@ -94,7 +94,7 @@ def refuse_coupling_fetch(fetch: Callable[[list[int]], list[Any]], positions: li
 # --- one trial ----------------------------------------------------------------------------------
 
 
-def _collated(collate: Collate, rows: Sequence[Any], *, seed: int = 0) -> list[Tensor]:
+def _collate(collate: Collate, rows: Sequence[Any], *, seed: int = 0) -> list[Tensor]:
     """The tensors of the batch of these records, of which the function gets copies."""
     given = list(rows)
     with suppress(TypeError, RuntimeError):  # of what cannot be copied
@@ -183,23 +183,23 @@ def _beside_others(rows: list[Any], kept: Sequence[int]) -> Iterator[list[Any]]:
 
     yield replaced(lambda number, i: rows[kept[number % len(kept)]])
     yield replaced(lambda number, i: rows[others[number - 1]])
-    yield replaced(lambda number, i: _made(rows[i], _scaled(_LOUDNESS[number % len(_LOUDNESS)])))
+    yield replaced(lambda number, i: _vary(rows[i], _scaled(_LOUDNESS[number % len(_LOUDNESS)])))
     for vary in (_filled(-_FAR), _filled(_FAR), _filled(np.nan), _longer, _shorter):
-        yield replaced(lambda number, i, vary=vary: _made(rows[i], vary))  # type: ignore[misc]
+        yield replaced(lambda number, i, vary=vary: _vary(rows[i], vary))  # type: ignore[misc]
 
 
-def _made(record: Any, vary: Callable[[Any], Any]) -> Any:
+def _vary(record: Any, vary: Callable[[Any], Any]) -> Any:
     """The record with each tensor, array, number, text and row of numbers varied."""
     if isinstance(record, Mapping):
-        return {key: _made(value, vary) for key, value in record.items()}
+        return {key: _vary(value, vary) for key, value in record.items()}
     if isinstance(record, tuple):
-        values = [_made(value, vary) for value in record]
+        values = [_vary(value, vary) for value in record]
         return type(record)(*values) if hasattr(record, "_fields") else type(record)(values)
     if isinstance(record, list) and not all(isinstance(x, int | float) for x in record):
-        return vary([_made(value, vary) for value in record])
+        return vary([_vary(value, vary) for value in record])
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         names = [field.name for field in dataclasses.fields(record) if field.init]
-        return dataclasses.replace(record, **{n: _made(getattr(record, n), vary) for n in names})
+        return dataclasses.replace(record, **{n: _vary(getattr(record, n), vary) for n in names})
     return vary(record)
 
 

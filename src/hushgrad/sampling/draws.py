@@ -14,7 +14,7 @@ Positions = Int64[ndarray, "_"]
 """Positions of records in their data set, ascending."""
 
 
-def independent(num_records: int, *, rate: float, rng: Rng) -> Positions:
+def independent_draws(num_records: int, *, rate: float, rng: Rng) -> Positions:
     """Take each position by itself with probability `rate`, without a pass over all of them.
 
     Guarantees: given what was decided for the positions before it, a position is taken with
@@ -56,7 +56,7 @@ def subset(size: int, *, num_records: int, rng: Rng) -> Positions:
         count *= 2
 
 
-def dealt(num_records: int, *, start: int, stop: int, rng: Rng) -> Positions:
+def slice_of_shuffle(num_records: int, *, start: int, stop: int, rng: Rng) -> Positions:
     """The positions that stand at `start` up to `stop` in a random order of them all.
 
     Guarantees: ranges that part the order part the positions. Equal tickets, of chance n²/2⁶⁵,

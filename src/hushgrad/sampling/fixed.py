@@ -10,7 +10,7 @@ import numpy as np
 
 from hushgrad.events import ShuffledDpEvent, on_one_batch, repeated
 from hushgrad.rng import Rng
-from hushgrad.sampling.draws import Positions, dealt, subset
+from hushgrad.sampling.draws import Positions, slice_of_shuffle, subset
 from hushgrad.sampling.scheme import (
     ANY_RELATION,
     SAME_SIZE,
@@ -149,7 +149,7 @@ class Shuffled:
         epoch, place = divmod(step, self.epoch(num_records))
         start = place * self.batch
         key = rng.derive("sample", "epoch", epoch)
-        return dealt(num_records, start=start, stop=start + self.batch, rng=key)
+        return slice_of_shuffle(num_records, start=start, stop=start + self.batch, rng=key)
 
     def expected_batch(self, num_records: int) -> float:
         """The size of every batch but the last of an epoch."""

@@ -120,12 +120,12 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, positions: list[int]) -> Batch | None:
         if not positions:
             return None
-        batch = self.unchecked(positions)
+        batch = self.fetch(positions)
         if self.collate is not None:
             require_each(batch, len(positions))
         return batch
 
-    def unchecked(self, positions: list[int]) -> Batch:
+    def fetch(self, positions: list[int]) -> Batch:
         """The batch as it comes, with any number of rows."""
         if self.collate is None:
             return self.source.batch(positions)
@@ -147,7 +147,7 @@ def _empty_like_first(fetch: _Fetch) -> Batch:
     Two sizes are tried: one alone could be that of something else by chance.
     """
     with torch.random.fork_rng(devices=[]):  # reading a record may draw its augmentation
-        probes = {size: fetch.unchecked([0] * size) for size in (2, 3)}
+        probes = {size: fetch.fetch([0] * size) for size in (2, 3)}
     for size, probe in probes.items():
         leaves = leaves_of(probe)
         for leaf in leaves:

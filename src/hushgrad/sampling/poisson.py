@@ -14,7 +14,7 @@ from scipy import stats
 
 from hushgrad.events import on_one_batch, repeated
 from hushgrad.rng import Rng
-from hushgrad.sampling.draws import Positions, independent, subset
+from hushgrad.sampling.draws import Positions, independent_draws, subset
 from hushgrad.sampling.fixed import FullBatch
 from hushgrad.sampling.scheme import (
     ANY_RELATION,
@@ -55,7 +55,7 @@ class Poisson:
         array([ 3,  9, 10])
         """
         require_whole("num_records", num_records)
-        return independent(num_records, rate=self.rate, rng=rng.derive("sample", step))
+        return independent_draws(num_records, rate=self.rate, rng=rng.derive("sample", step))
 
     def expected_batch(self, num_records: int) -> float:
         """The mean size n·q: the divisor, whatever the size of a batch turns out to be."""
@@ -119,7 +119,7 @@ class TruncatedPoisson:
         """The positions in the batch of one step."""
         require_whole("num_records", num_records)
         key = rng.derive("sample", step)
-        drawn = independent(num_records, rate=self.rate, rng=key)
+        drawn = independent_draws(num_records, rate=self.rate, rng=key)
         if len(drawn) <= self.max_batch:
             return drawn
         kept = subset(self.max_batch, num_records=len(drawn), rng=key.derive("truncate"))

@@ -69,7 +69,7 @@ class Columns:
     def batch(self, positions: list[int]) -> Batch:
         """The records at these positions as tensors with the records in front."""
         index = np.asarray(positions, dtype=np.int64)
-        return map_leaves(lambda x: _picked(x, index), self.columns)
+        return map_leaves(lambda x: _pick(x, index), self.columns)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Records:
 
     def batch(self, positions: list[int]) -> Batch:
         """The records at these positions as tensors with the records in front."""
-        return stacked(self.records(positions))
+        return stack_records(self.records(positions))
 
 
 def source_of(data: Any) -> Source:
@@ -129,7 +129,7 @@ def source_of(data: Any) -> Source:
     return Records(data)
 
 
-def stacked(records: Sequence[Any]) -> Batch:
+def stack_records(records: Sequence[Any]) -> Batch:
     """Put records together leaf by leaf and keep their structure.
 
     As torch's `default_collate`, but a tuple stays a tuple, and a list of numbers is a row and
@@ -137,14 +137,16 @@ def stacked(records: Sequence[Any]) -> Batch:
     """
     first = records[0]
     if isinstance(first, Mapping):
-        return {key: stacked([record[key] for record in records]) for key in first}
+        return {key: stack_records([record[key] for record in records]) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(stacked, zip(*records, strict=True)))
+        return type(first)(*map(stack_records, zip(*records, strict=True)))
     if isinstance(first, tuple) or (isinstance(first, list) and not _numeric(first)):
-        return type(first)(map(stacked, zip(*records, strict=True)))
+        return type(first)(map(stack_records, zip(*records, strict=True)))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first) if field.init]
-        columns = {name: stacked([getattr(record, name) for record in records]) for name in names}
+        columns = {
+            name: stack_records([getattr(record, name) for record in records]) for name in names
+        }
         return dataclasses.replace(first, **columns)
     if not isinstance(first, Tensor | np.ndarray | np.number | np.bool_ | int | float | list):
         raise Refused(
@@ -162,7 +164,7 @@ def stacked(records: Sequence[Any]) -> Batch:
         ) from error
 
 
-def _picked(column: Any, index: Any) -> Tensor:
+def _pick(column: Any, index: Any) -> Tensor:
     if isinstance(column, Tensor):
         return column[torch.from_numpy(index).to(column.device)]
     return torch.from_numpy(column[index])

@@ -33,7 +33,7 @@ from dp_accounting.dp_event import (
 from dp_accounting.pld import PLDAccountant, common, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 
-from hushgrad.events import MixedDpEvent, PureDpEvent, ShuffledDpEvent, merged, on_one_batch
+from hushgrad.events import MixedDpEvent, PureDpEvent, ShuffledDpEvent, count_leaves, on_one_batch
 from hushgrad.types import Refused, Relation
 
 _RELATIONS = {
@@ -64,8 +64,8 @@ class PldAccountant(PLDAccountant):  # type: ignore[misc]
     def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
         ours = isinstance(event, PureDpEvent)
         if do_compose and (ours or _is_slow(event)):
-            one = _once(event, self._relation, self._value_discretization_interval)
-            self._pld = self._pld.compose(_many(one, count))
+            one = _pld_of_step(event, self._relation, self._value_discretization_interval)
+            self._pld = self._pld.compose(_compose_pld(one, count))
             return None
         return None if ours else super()._maybe_compose(event, count, do_compose)
 
@@ -99,7 +99,7 @@ def _is_slow(event: DpEvent) -> bool:
     return False
 
 
-def _many(one: Any, count: int) -> Any:
+def _compose_pld(one: Any, count: int) -> Any:
     """`count` independent steps of this privacy loss.
 
     A sparse distribution would first work out size**count, a number of millions of digits.
@@ -111,7 +111,7 @@ def _many(one: Any, count: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _once(event: DpEvent, relation: Relation, interval: float) -> Any:
+def _pld_of_step(event: DpEvent, relation: Relation, interval: float) -> Any:
     """The privacy loss of one step, kept for the next number of steps that is asked about."""
     losses = privacy_loss_distribution
     if isinstance(event, PureDpEvent):
@@ -161,9 +161,9 @@ class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
 def parts(event: DpEvent, relation: Relation) -> Parts:
     """Take a composition apart; shuffled passes count one by one where they may count at all."""
     found: Parts = []
-    for part, count in merged(_in_range(event)):
+    for part, count in count_leaves(_in_range(event)):
         if isinstance(part, ShuffledDpEvent) and relation is not Relation.ADD_REMOVE:
-            found += [(p, count * c) for p, c in merged(part.event)]
+            found += [(p, count * c) for p, c in count_leaves(part.event)]
         elif not isinstance(part, NoOpDpEvent):
             found.append((_on_one_batch(part), count))
     return found
@@ -233,7 +233,7 @@ def _on_one_batch(part: DpEvent) -> DpEvent:
         return part
 
 
-def told_to_rdp(part: DpEvent, relation: Relation) -> DpEvent:
+def rdp_event(part: DpEvent, relation: Relation) -> DpEvent:
     """Return what the RDP accountant has to be told: noise ÷ sensitivity.
 
     An event that it does not know stays as it is, to be refused.
@@ -252,11 +252,11 @@ def _nested(event: DpEvent) -> DpEvent:
         return attr.evolve(event, events=[_nested(inner) for inner in event.events])
     if hasattr(event, "count"):
         return attr.evolve(event, event=_nested(event.event))
-    return told_to_rdp(event, Relation.REPLACE_ONE)
+    return rdp_event(event, Relation.REPLACE_ONE)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Silence the package's warnings that an order was left out, which is on the private side."""
     logger = logging.getLogger("absl")
     level = logger.level

@@ -14,12 +14,12 @@ Values = Mapping[str, Tensor]
 """A tensor for each parameter."""
 
 
-def point(params: Params) -> dict[str, Tensor]:
+def copy_values(params: Params) -> dict[str, Tensor]:
     """A copy of the parameters' values."""
     return {name: p.detach().clone() for name, p in params.items()}
 
 
-def move(params: Params, values: Values) -> None:
+def set_values(params: Params, values: Values) -> None:
     """Set the parameters to these values."""
     with torch.no_grad():
         for name, p in params.items():
@@ -27,7 +27,7 @@ def move(params: Params, values: Values) -> None:
 
 
 @contextmanager
-def swapped(params: Params, values: Values) -> Iterator[None]:
+def exchange_values(params: Params, values: Values) -> Iterator[None]:
     """Have the parameters at other values for a while.
 
     The tensors are exchanged and not written, so that what was computed from them stays true.

@@ -14,12 +14,12 @@ _PLAIN = (tuple, list)
 
 
 def is_leaf(x: Any) -> bool:
-    """Is it a tensor or an array?"""
+    """Return whether `x` is a tensor or an array."""
     return isinstance(x, _LEAF)
 
 
 def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each part with how one gets to it; None of anything else."""
+    """Return the parts of a container, each with its accessor (`[0]`, `.x`); None for others."""
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -33,7 +33,7 @@ def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuild(tree: Any, values: list[Any]) -> Any:
-    """A container of the same kind with other values in place of its parts."""
+    """Return a container of the same type with other values as its parts."""
     if type(tree) in _PLAIN:
         return type(tree)(values)
     if isinstance(tree, Mapping):
@@ -60,7 +60,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The tensors and arrays of a nested structure, in order."""
+    """Return the tensors and arrays of a nested structure, in order."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

@@ -31,16 +31,30 @@ CLASSES = (
 )
 SHAPE = (3, 32, 32)
 RECORD = 1 + 3 * 32 * 32
-"""Bytes of a record: its class, then the red, the green and the blue pixels, row by row."""
+"""Bytes in a record: its class, then its red, green and blue pixels, row by row."""
 
 
 def cifar10(root: Path | None = None) -> Split[Images]:
-    """CIFAR-10: 50 000 and 10 000 colour images of 32 × 32 pixels, ten classes."""
+    """Load CIFAR-10: 50 000 and 10 000 colour images of 32 × 32 pixels, in ten classes.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> split = cifar10()  # doctest: +SKIP
+        >>> split.train[0].shape  # doctest: +SKIP
+        torch.Size([50000, 3, 32, 32])
+
+    Reference: Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images.
+    """
     return from_binary(CIFAR10, root=root)
 
 
 def from_binary(files: PublishedFiles, *, root: Path | None) -> Split[Images]:
-    """A data set in files of CIFAR-10's binary records; the file `test_batch.bin` is for tests."""
+    """Load a data set in CIFAR-10's binary format; `test_batch.bin` has the test records."""
     train = [file for file in files.sha256 if file != "test_batch.bin"]
     return Split(
         name=files.name,
@@ -57,7 +71,7 @@ def _content(files: PublishedFiles, file: str, root: Path | None) -> bytes:
     if len(content) % RECORD:
         raise ValueError(
             f"expected records of {RECORD} bytes in {file}, got {len(content) % RECORD} bytes at "
-            f"its end; get it again from {files.source}"
+            f"its end; download it again from {files.source}"
         )
     return content
 

@@ -62,19 +62,46 @@ CLOTHES = (
 
 
 def mnist(root: Path | None = None) -> Split[Images]:
-    """MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten digits."""
+    """Load MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten digits.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> split = mnist()  # doctest: +SKIP
+        >>> split.train[0].shape  # doctest: +SKIP
+        torch.Size([60000, 1, 28, 28])
+
+    Reference: LeCun et al. 1998, Gradient-based Learning Applied to Document Recognition.
+    """
     return from_idx(MNIST, DIGITS, root=root)
 
 
 def fashion_mnist(root: Path | None = None) -> Split[Images]:
-    """Fashion-MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten kinds of clothes."""
+    """Load Fashion-MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten kinds of clothes.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> fashion_mnist().classes[9]  # doctest: +SKIP
+        'Ankle boot'
+
+    Reference: Xiao, Rasul and Vollgraf 2017, Fashion-MNIST.
+    """
     return from_idx(FASHION_MNIST, CLOTHES, root=root)
 
 
 def from_idx(
     files: PublishedFiles, classes: tuple[str, ...], *, root: Path | None
 ) -> Split[Images]:
-    """A data set in the four files that MNIST has."""
+    """Load a data set whose four files are in MNIST's format."""
 
     def part(prefix: str) -> Images:
         images_file = f"{prefix}-images-idx3-ubyte.gz"
@@ -99,19 +126,19 @@ def from_idx(
 
 
 def parse_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
-    """The array in a compressed IDX file: 0, 0, the type 8, the dimensions, their sizes, bytes."""
+    """Return the array in a compressed IDX file: 0, 0, type 8, dimensions, their sizes, bytes."""
     raw = decompress(content, gzip.decompress, file=file)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(
             f"expected {file} to start with 0 0 8 {dimensions} and {dimensions} sizes, got "
-            f"{raw[:4].hex(' ') or 'nothing'}; get it again"
+            f"{raw[:4].hex(' ') or 'nothing'}; download it again"
         )
     shape = [int.from_bytes(raw[4 * i : 4 * i + 4], "big") for i in range(1, dimensions + 1)]
     values = np.frombuffer(raw, np.uint8)[header:]
     if values.size != np.prod(shape):
         raise ValueError(
-            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; get "
+            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; download "
             "it again"
         )
     return values.reshape(shape)

@@ -50,8 +50,8 @@ class PublishedFiles:
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256[file]:
             raise ValueError(
-                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}: the file is damaged "
-                f"or another version; download it again from {self.source}"
+                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}: the file is "
+                f"damaged or another version; download it again from {self.source}"
             )
         return content
 

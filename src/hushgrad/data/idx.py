@@ -138,7 +138,7 @@ def parse_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8
     values = np.frombuffer(raw, np.uint8)[header:]
     if values.size != np.prod(shape):
         raise ValueError(
-            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; download "
-            "it again"
+            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; "
+            "download it again"
         )
     return values.reshape(shape)

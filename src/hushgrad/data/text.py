@@ -142,7 +142,8 @@ def parse_csv(content: bytes, *, file: str) -> Pairs:
         return [meaning for meaning, _ in rows], [reference for _, reference in rows]
     except (csv.Error, ValueError) as e:
         raise ValueError(
-            f"expected a header and rows of the fields mr and ref in {file}, got: {e}; download it again"
+            f"expected a header and rows of the fields mr and ref in {file}, got: {e}; "
+            "download it again"
         ) from None
 
 

@@ -213,7 +213,7 @@ def test_a_refused_run_binds_no_fingerprint(ledger: Ledger) -> None:
 
 def test_steps_are_reserved_before_they_are_noted(ledger: Ledger) -> None:
     entry = opened(budget_of(ledger))
-    with pytest.raises(Refused, match="call ahead first"):
+    with pytest.raises(Refused, match="call reserve first"):
         entry.note(0, b"x")
     entry.reserve(8)
     entry.reserve(4)

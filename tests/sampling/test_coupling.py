@@ -129,13 +129,17 @@ def dropped(rows: list[Tensor]) -> Tensor:
 
 OWN = np.random.default_rng(0)
 COUPLINGS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "padded to the longest": (WORDS, longest, r"another shape beside other.*padding=\"max_length"),
-    "with a mask": (WORDS, longest_with_mask, "another shape.* with a mask or without"),
-    "to a multiple": (WORDS, longest_multiple, "another shape"),
+    "padded to the longest": (
+        WORDS,
+        longest,
+        r"shape depends on the other records.*padding=\"max_length",
+    ),
+    "with a mask": (WORDS, longest_with_mask, "shape depends.* with a mask or without"),
+    "to a multiple": (WORDS, longest_multiple, "shape depends"),
     "right-aligned": (WORDS, right_aligned, "entries depend"),
-    "equal lengths": ([w[:3] for w in WORDS], longest, "another shape"),
-    "texts": (TEXTS, lengths_of, "another shape"),
-    "equal texts": (["ab"] * N, lengths_of, "another shape"),
+    "equal lengths": ([w[:3] for w in WORDS], longest, "shape depends"),
+    "texts": (TEXTS, lengths_of, "shape depends"),
+    "equal texts": (["ab"] * N, lengths_of, "shape depends"),
     "standardised": (X, standardised, "entries depend.*public constants"),
     "by the largest": (X, by_largest, "entries depend"),
     "by their number": (X, by_count, "entries depend"),

@@ -16,7 +16,7 @@ from hushgrad.types import Refused, Relation
 
 @dataclass(frozen=True)
 class ExactGaussian:
-    """Closed forms, without a grid: exact, and quick at every ε.
+    """An accountant for Gaussian releases in closed form: exact, and fast at every ε.
 
     Reference: Balle and Wang 2018, Theorem 8; Dong et al. 2022, Corollary 3.3, for composition.
     """
@@ -25,7 +25,7 @@ class ExactGaussian:
     proves: bool = field(default=True, init=False)
 
     def sketch(self) -> Accountant:
-        """Itself: it is quick."""
+        """Return itself: it is fast."""
         return self
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:

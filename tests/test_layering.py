@@ -20,7 +20,8 @@ RANKS = (
     ("gradients.structure", "gradients.comparison", "gradients.tracing"),
     ("gradients.forms",),
     ("gradients.certification",),
-    ("gradients.observed", "gradients"),
+    ("gradients.observed", "gradients.taking", "gradients.reference"),
+    ("gradients",),
     # what is asked of them, and what it costs
     ("run.execution", "accounting"),
     ("run.step", "ledger"),
@@ -99,6 +100,53 @@ def breaches(source: Path) -> list[str]:
 def test_the_package_keeps_its_layers() -> None:
     assert list(SOURCE.rglob("*.py")), f"no modules below {SOURCE}"
     assert breaches(SOURCE) == []
+
+
+# Whoever is outside of a room knows no more of it than these modules.
+DOORS = {"gradients": {"gradients", "gradients.factors", "gradients.reference"}}
+
+
+def intrusions(source: Path) -> list[str]:
+    """Every import of a room's inner module by a module outside of the room, as sentences."""
+    found, modules = [], modules_below(source)
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for target in sorted(imported(tree, parts, modules)):
+            room = target.split(".")[0]
+            if room in DOORS and parts[0] != room and target not in DOORS[room]:
+                found.append(f"{'.'.join(parts)} imports {target}, which is inside of {room}")
+    return found
+
+
+def test_rooms_are_entered_by_their_doors() -> None:
+    assert intrusions(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "count"),
+    [
+        ("run/step.py", "from hushgrad.gradients.guards import restored", 1),
+        ("run/step.py", "from hushgrad.gradients import guards", 1),
+        ("testing.py", "import hushgrad.gradients.tracing.tape", 1),
+        ("run/step.py", "from ..gradients.forms.choices import traced", 1),
+        ("run/step.py", "from hushgrad.gradients import per_sample, traced", 0),
+        ("glm/closed.py", "from hushgrad.gradients.factors import Dense", 0),
+        ("glm/closed.py", "from hushgrad.gradients.factors.kinds import Dense", 1),
+        ("gradients/taking.py", "from hushgrad.gradients.guards import restored", 0),
+    ],
+)
+def test_a_planted_intrusion_is_caught(
+    tmp_path: Path, module: str, statement: str, count: int
+) -> None:
+    for inner in ("guards", "tracing/tape", "forms/choices", "factors/__init__", "factors/kinds"):
+        path = tmp_path / "gradients" / f"{inner}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    planted = tmp_path / module
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(statement, encoding="utf-8")
+    assert len(intrusions(tmp_path)) == count
 
 
 def test_every_listed_module_is_there() -> None:

@@ -15,6 +15,7 @@ from plainly import (
     FEATURES,
     RECORDS,
     assert_close,
+    batch_pass,
     bound,
     clipped,
     combine,
@@ -45,12 +46,12 @@ from hushgrad.algorithms import (
     report,
     smallest,
 )
-from hushgrad.algorithms.adaptive import _mean, budget
+from hushgrad.algorithms.adaptive import _mean, rho_of
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.noise import Noise, release
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
-from hushgrad.run.step import BatchPass, Summand
+from hushgrad.run.query import ClippedSum, Summand
 from hushgrad.sampling import FullBatch
 from hushgrad.types import Bounded
 
@@ -62,11 +63,11 @@ LOCAL = FULL | {"relation": Relation.REPLACE_ONE}
 class Spy:
     """Notes each release of an algorithm's own."""
 
-    def __init__(self, monkeypatch, module: str) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.bounded: list[Bounded] = []
         self.noises: list[Noise] = []
         self.values: list[dict[str, Tensor]] = []
-        monkeypatch.setattr(f"hushgrad.algorithms.{module}.release", self)
+        monkeypatch.setattr("hushgrad.run.step.release", self)
 
     def __call__(self, bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
         found = release(bounded, noise, rng=rng, step=step)
@@ -83,7 +84,7 @@ class Spy:
 def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
     monkeypatch, micro_batch: int | None
 ) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     plan = plan_of(LocalGd(), **LOCAL, noise_multiplier=3.0)
     seen = watched(plan, monkeypatch, execution=Execution(micro_batch=micro_batch))
     parts = 1 if micro_batch is None else 4
@@ -106,7 +107,7 @@ def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
 
 
 def test_equal_records_in_two_micro_batches_do_not_share_their_noise(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     x, y = data(8)
     twice = (torch.cat([x, x]), torch.cat([y, y]))
     plan = plan_of(LocalGd(), **(LOCAL | {"batch": 16, "records": 16, "epochs": 1}))
@@ -226,7 +227,7 @@ def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
 
 
 def test_a_record_on_its_own_sends_the_same_kind_of_report(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     gradient = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     asked = {"clip_norm": 1.0, "noise_multiplier": 2.0}
     sent = [report(gradient, **asked, rng=Rng.fixed(k), step=0) for k in range(400)]
@@ -302,8 +303,10 @@ def test_a_client_keeps_its_bound_in_half_precision(dtype: torch.dtype) -> None:
     x, y = clients()
     for k in range(12):
         one = (x[k : k + 1].to(dtype), y[k : k + 1])
-        work = BatchPass(loss_of(net), dict(net.named_parameters()), one, modules=(net,))
-        found = work.sum(lambda part: [Summand(FedAvg(0.4, 2).updates(part), hg.normalize(0.1))])
+        query = ClippedSum(
+            lambda own: [Summand(own, hg.normalize(0.1))], vectors=FedAvg(0.4, 2).updates
+        )
+        found = query.bounded(batch_pass(net, loss_of(net), one))
         assert all(each.dtype != dtype or dtype is torch.float32 for each in found.sum.values())
         assert 0.099 < size({n: each.double() for n, each in found.sum.items()}) <= 0.1 * (1 + 1e-5)
 
@@ -337,7 +340,7 @@ def agd_plan(**changes):
 
 @pytest.mark.parametrize("relation", [Relation.ADD_REMOVE, Relation.REPLACE_ONE])
 def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relation) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     plan = agd_plan(relation=relation)
     seen = watched(plan, monkeypatch, lr=1.0)
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
@@ -349,18 +352,18 @@ def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relat
         else:  # scores that move by Δ, on a grid of 2⁻¹⁴ of the noise: ε-DP, ε²/2-zCDP
             assert bounded.l1 == bound(3.0)
             spent += (2 / noise.noise_multiplier + 2**-14) ** 2 / 2
-    rho = budget(0.5, relation)
+    rho = rho_of(0.5, relation)
     assert rho == double**2 / 0.5
     assert spent <= rho
     assert spent > 0.6 * rho  # and it was used
-    assert spent == pytest.approx(rho - seen.run._remembered["left"], rel=1e-6)
+    assert spent == pytest.approx(seen.run._spent, rel=1e-6)
     assert plan.event(40) == plan.event(1) == ZCDpEvent(rho)
     assert seen.run._remembered["over"]
     assert seen.run.steps_taken < 40
 
 
 def test_a_step_is_the_chosen_length_along_the_measured_gradient(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     seen = watched(agd_plan(noise_multiplier=0.02), monkeypatch, lr=1.0, penalty=0.01)
     each = [clipped(g, C1) for g in gradients_at(seen.points[0], seen.batches[0])]
     assert_close(spy.bounded[0].sum, total(each, seen.points[0]), 1e-6)
@@ -381,14 +384,20 @@ def test_a_step_is_the_chosen_length_along_the_measured_gradient(monkeypatch) ->
 
 def test_a_gradient_that_leads_nowhere_is_measured_again_and_averaged(monkeypatch) -> None:
     """The choice is made to fall on no step twice, and then on the third length of five."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     chosen = iter([0, 0, 2])
-    monkeypatch.setattr(Agd, "_least", lambda self, scores, rho, context: next(chosen))
+    monkeypatch.setattr(adaptive, "_place_of_least", lambda scores: next(chosen))
     seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0)
-    first = budget(0.5, Relation.ADD_REMOVE) / 8
-    costs = [1 / noise.noise_multiplier**2 / 2 for noise in spy.noises]
+    first = rho_of(0.5, Relation.ADD_REMOVE) / 8
+    measured = [k for k, noise in enumerate(spy.noises) if noise.name == "gaussian"]
+    costs = [1 / spy.noises[k].noise_multiplier ** 2 / 2 for k in measured]
     assert costs == pytest.approx([first, 0.1 * first, 0.11 * first])  # γ of what is known
-    weighted = combine(*((c / sum(costs), x) for c, x in zip(costs, spy.values, strict=True)))
+    weighted = combine(
+        *(
+            (c / sum(costs), x)
+            for c, x in zip(costs, (spy.values[k] for k in measured), strict=True)
+        )
+    )
     step = combine((1.0, seen.points[0]), (-2.0 * 2 / 4 / size(weighted), weighted))
     assert_close(seen.points[1], step, 1e-9)
     assert seen.run._remembered["gradient"] == pytest.approx(sum(costs))
@@ -405,7 +414,7 @@ def test_two_measurements_are_as_good_as_one_of_both_costs() -> None:
 
 
 def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     x, y = data()
     far = x.clone()
     far[0] *= 1e6
@@ -419,7 +428,7 @@ def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) ->
 
 def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeypatch) -> None:
     """Every record at the largest loss: a clamp that is 1 % off shows."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     x, _ = data()
     wrong = 1 - model()(x).argmax(1)  # losses above log 2
     plan = plan_of(Agd(0.5, splits=4), **(FULL | {"epochs": 1, "accountant": RDP}))
@@ -431,7 +440,7 @@ def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeyp
 
 def test_a_penalty_does_not_carry_scores_to_where_a_record_is_lost(monkeypatch) -> None:
     """At 1e20 float64 has steps of 16384, and one record would move a score by that."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0, penalty=1e20)
     scores = [found.sum["scores"] for found in spy.bounded if "scores" in found.sum]
     assert float(torch.stack(scores).max()) == 2.0**36 * 3.0
@@ -533,8 +542,11 @@ def test_adaptive_budgets_need_their_accountant_and_noise() -> None:
     assert 0.99 < met.epsilon <= 1.0
     with pytest.raises(Refused, match="rdp accountant"):
         _ = agd_plan(accountant=PLD).epsilon
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    run = hg.train(net, optimizer, data(), plan=agd_plan(noise_multiplier=0.0), rng=Rng.fixed(0))
     with pytest.raises(Refused, match="expected noise"):
-        budget(0.0, Relation.ADD_REMOVE)
+        run.step(loss_of(net), next(iter(run)))
     with pytest.raises(Refused, match="full batches"):
         plan_of(Agd(3.0))
     with pytest.raises(ValueError, match="largest_loss > 0"):

@@ -23,8 +23,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses import loss_of, weigh
 
-from hushgrad import Refused, gradients
-from hushgrad.gradients import Form, certificate_for, constant, dense, loop, per_sample, traced
+from hushgrad import Refused
+from hushgrad.gradients import (
+    Form,
+    certificate_for,
+    constant,
+    dense,
+    loop,
+    per_sample,
+    taking,
+    traced,
+)
 from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.tracing.tape import Tape
 
@@ -37,13 +46,13 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 def certifications(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows by one with every certification."""
     seen: list[Any] = []
-    plain = gradients.certify
+    plain = taking.certify
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return plain(*args)
 
-    monkeypatch.setattr(gradients, "certify", counted)
+    monkeypatch.setattr(taking, "certify", counted)
     return seen
 
 

@@ -16,7 +16,7 @@ from hushgrad import Refused
 from hushgrad.gradients import per_sample, traced
 from hushgrad.gradients.certification.deterministic import STRATA, Seed, WithoutRandomness
 from hushgrad.gradients.observed import observe
-from hushgrad.gradients.probes import irregular, replaced
+from hushgrad.gradients.probes import irregular, replaced_places
 
 MEETING = "depends on other records"
 
@@ -132,8 +132,8 @@ def test_seeds_meet_every_share_of_what_one_number_can_be() -> None:
     drawn = []
     for seed in range(STRATA):
         with WithoutRandomness(Seed(seed)) as neutral:
-            drawn.append(neutral.calling(draw)(None))
-            assert torch.equal(neutral.calling(draw)(None), drawn[-1])
+            drawn.append(neutral.choosing_draws(draw)(None))
+            assert torch.equal(neutral.choosing_draws(draw)(None), drawn[-1])
     first, second, *vectors = torch.stack(drawn).T
     shares = torch.arange(STRATA) / STRATA + 0.5 / STRATA
     assert torch.allclose(first.sort().values, shares)
@@ -156,7 +156,9 @@ def test_a_forced_generator_comes_to_an_end(quantile: float) -> None:
 
     with WithoutRandomness(quantile) as neutral:
         for _ in range(2):
-            assert neutral.calling(draw)(None).tolist() == pytest.approx([quantile] * 2, abs=1e-7)
+            assert neutral.choosing_draws(draw)(None).tolist() == pytest.approx(
+                [quantile] * 2, abs=1e-7
+            )
     assert neutral.drew
 
 
@@ -281,7 +283,7 @@ def test_probes_have_no_period(count: int) -> None:
         places = irregular(count, size)
         assert set(places.tolist()) == set(range(count))
         assert places[0] != places[-1]
-        kinds = [replaced(size, variant) for variant in range(3)]
+        kinds = [replaced_places(size, variant) for variant in range(3)]
         assert torch.equal(kinds[0], ~kinds[1])
         assert not kinds[0][0] and kinds[0][-1]
         for shift in range(1, size):

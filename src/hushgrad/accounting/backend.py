@@ -49,7 +49,7 @@ Accountants square the multiplier and its inverse, which must not overflow.
 
 _SPARSE = 1000  # steps; up to this many, the package's sparse composition is fast enough
 
-Parts = list[tuple[DpEvent, int]]
+CountedParts = list[tuple[DpEvent, int]]
 """Events that are not compositions, with the number of times that each happens."""
 
 
@@ -159,9 +159,9 @@ class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
         return None
 
 
-def parts(event: DpEvent, relation: Relation) -> Parts:
+def parts(event: DpEvent, relation: Relation) -> CountedParts:
     """Split a composition; shuffled epochs become their events, except under add/remove."""
-    found: Parts = []
+    found: CountedParts = []
     for part, count in count_leaves(_in_range(event)):
         if isinstance(part, ShuffledDpEvent) and relation is not Relation.ADD_REMOVE:
             found += [(p, count * c) for p, c in count_leaves(part.event)]

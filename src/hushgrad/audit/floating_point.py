@@ -24,7 +24,7 @@ from hushgrad.noise import gaussian, release, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded
 
-Mechanism = Callable[[Tensor, int], Tensor]
+NoiseMechanism = Callable[[Tensor, int], Tensor]
 """Maps a float32 sum and the trial's number to the sum with noise of standard deviation 1."""
 
 _LATTICE = 2.0**24  # torch.randn draws its uniforms with 24 bits
@@ -61,7 +61,7 @@ class Attack:
     name: str
     score: Callable[[Float[ndarray, " n"], Float[ndarray, " n"]], float]
 
-    def auc(self, mechanism: Mechanism, *, trials: int = 40, size: int = 1 << 16) -> float:
+    def auc(self, mechanism: NoiseMechanism, *, trials: int = 40, size: int = 1 << 16) -> float:
         """Return the probability that the score ranks a release with the record above one without.
 
         It is ½ for an attack that learns nothing.
@@ -136,7 +136,7 @@ class Radii:
         return self.pairs * float(np.exp(-(self.largest**2) / 2))
 
 
-def radii(mechanism: Mechanism, *, draws: int) -> Radii:
+def radii(mechanism: NoiseMechanism, *, draws: int) -> Radii:
     """Draw much noise alone, to find where its tail ends and whether (0, 0) has an atom.
 
     Box-Muller from 24 bits ends at √(2 log 2²⁴) = 5.768 and returns (0, 0) with probability 2⁻²⁴,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hushgrad.algorithms.algorithm import Parts
 from hushgrad.algorithms.named import NAMED
 from hushgrad.clipping.rules import Clip, abadi, automatic, normalize
 from hushgrad.data import DATASETS
@@ -110,7 +111,7 @@ def classifier(
     chosen = NAMED[_one_of("algorithm", algorithm, tuple(NAMED))](size_of_batch, size)
     if chosen.own_step:
         rate, momentum = 1.0, 0.0
-    watched = Metrics(watched=("accuracy",)) if chosen.algorithm.carries_metrics else None
+    watched = Metrics(watched=("accuracy",)) if Parts.of(chosen.algorithm).carries_metrics else None
 
     def loss(part: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(network(part[0]), part[1], reduction="none")

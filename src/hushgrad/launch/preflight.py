@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.sampling import Loader
@@ -99,7 +99,8 @@ def _require_certified(recipe: Recipe, probes: Batch) -> None:
     params = {name: p for name, p in recipe.model.named_parameters() if p.requires_grad}
     rows = rows_per_record(recipe.loss)
     capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
-    recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,), capacity=capacity)
+    objective = recipe.execution.objective(recipe.loss, params, (recipe.model,))
+    recipe.execution.taker(objective, probes, capacity)()
 
 
 def _tensor(column: Any) -> Tensor:

@@ -5,6 +5,7 @@ sampling that is accounted for is the sampling that happens. A `Loader` turns th
 into batches of tensors.
 """
 
+from hushgrad.sampling.cyclic import CyclicPoisson
 from hushgrad.sampling.fixed import FullBatch, Shuffled, WithoutReplacement
 from hushgrad.sampling.loading import Loader
 from hushgrad.sampling.poisson import Poisson, TruncatedPoisson
@@ -12,6 +13,7 @@ from hushgrad.sampling.scheme import Draws, Sampling, Scheme, require_relation
 from hushgrad.sampling.stated import Stated
 
 __all__ = [
+    "CyclicPoisson",
     "Draws",
     "FullBatch",
     "Loader",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.networks import tanh_cnn
+from hushgrad_recipes.networks import tanh_cnn
 
 Batch = tuple[Tensor, ...]
 

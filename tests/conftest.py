@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 
 # The hook rewrites modules as they are imported, so it must come before the first import.
 assert "hushgrad" not in sys.modules, "hushgrad was imported before its shapes could be checked"
-jaxtyping.install_import_hook(["hushgrad"], "checker.checked")
+packages = ["hushgrad", "hushgrad_recipes", "hushgrad_reproductions"]
+jaxtyping.install_import_hook(packages, "checker.checked")
 
 # A first call into torch can take seconds on a busy machine, so neither time limit applies.
 settings.register_profile(

@@ -2,92 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.events import gaussian
-from hushgrad.sampling import (
-    FullBatch,
-    Poisson,
-    Sampling,
-    Shuffled,
-    TruncatedPoisson,
-    WithoutReplacement,
-)
-
-SamplingOf = Callable[[int, int], Sampling]
-"""Maps a batch size and the number of records to the sampling that draws such batches."""
-
-
-def poisson_batches(batch: int, records: int) -> Sampling:
-    """Return Poisson sampling with probability batch / records, the default.
-
-    Args:
-        batch: the expected batch size.
-        records: the public number of records.
-
-    Example:
-        >>> poisson_batches(10, 1000)
-        Poisson(rate=0.01)
-    """
-    return Poisson(batch / records)
-
-
-def fixed_batches(batch: int, records: int) -> Sampling:
-    """Return sampling without replacement, independently at each step.
-
-    Args:
-        batch: the batch size.
-        records: the public number of records; ignored.
-
-    Example:
-        >>> fixed_batches(10, 1000)
-        WithoutReplacement(batch=10)
-    """
-    return WithoutReplacement(batch)
-
-
-def shuffled_batches(batch: int, records: int) -> Sampling:
-    """Return shuffled epochs in batches of one size, without amplification.
-
-    Args:
-        batch: the batch size.
-        records: the public number of records; ignored.
-
-    Example:
-        >>> shuffled_batches(10, 1000)
-        Shuffled(batch=10)
-    """
-    return Shuffled(batch)
-
-
-def full_batches(batch: int, records: int) -> Sampling:
-    """Return full batches: every record at every step.
-
-    Args:
-        batch: ignored.
-        records: the public number of records; ignored.
-
-    Example:
-        >>> full_batches(1000, 1000)
-        FullBatch()
-    """
-    return FullBatch()
-
-
-def truncated_batches(max_batch: int) -> SamplingOf:
-    """Return a choice of Poisson sampling that truncates batches above `max_batch`.
-
-    Args:
-        max_batch: the largest batch.
-
-    Example:
-        >>> truncated_batches(16)(10, 1000)
-        TruncatedPoisson(rate=0.01, max_batch=16)
-    """
-    return lambda batch, records: TruncatedPoisson(batch / records, max_batch)
+from hushgrad.sampling.named import SamplingOf, poisson_batches
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Adaptive, Clip
 from hushgrad.events import repeated
-from hushgrad.noise import Noise, gaussian
+from hushgrad.noise import Independent, Noise, NoiseKind
 from hushgrad.rng import Rng
 from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit
 from hushgrad.run.query import ClippedSum
@@ -29,18 +29,22 @@ from hushgrad.sampling import Sampling, Scheme
 from hushgrad.sampling.draws import Positions
 from hushgrad.types import Params, Refused, Relation
 
+INDEPENDENT = Independent()
+"""Fresh Gaussian noise at each step: what a plan has unless it says otherwise."""
+
 State = dict[str, Any]
 """What an algorithm remembers from step to step; a checkpoint holds it, so it is released."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a plan says of its steps: sampling, public number of records, relation, clipping."""
+    """What a plan says of its steps: sampling, number of records, relation, clipping, noise."""
 
     sampling: Sampling
     records: int
     relation: Relation
     clip: Clip | Adaptive
+    noise: NoiseKind = INDEPENDENT
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,21 @@ class StepPlan:
     mechanism: Mechanism | None = None
     extra: tuple[Allowance, ...] = ()
 
-    def noise_at(self, noise_multiplier: float) -> Noise:
-        """The noise of one answer where the plan has this multiplier."""
-        kind = gaussian if self.mechanism is None else self.mechanism.at
-        return kind(noise_multiplier * self.noise)
+    def noise_at(self, noise_multiplier: float, kind: NoiseKind = INDEPENDENT) -> Noise:
+        """The noise of one answer where the plan has this multiplier, and this kind of noise."""
+        at = kind.at if self.mechanism is None else self.mechanism.at
+        return at(noise_multiplier * self.noise)
 
-    def event(self, noise_multiplier: float) -> DpEvent:
+    def event(self, noise_multiplier: float, kind: NoiseKind = INDEPENDENT) -> DpEvent:
         """All answers of the step, before the sampling."""
-        each = self.noise_at(noise_multiplier).event
+        each = self.noise_at(noise_multiplier, kind).event
         return each if self.answers == 1 else repeated(self.answers, each)
 
-    def allowances(self, noise_multiplier: float) -> tuple[Allowance, ...]:
+    def allowances(
+        self, noise_multiplier: float, kind: NoiseKind = INDEPENDENT
+    ) -> tuple[Allowance, ...]:
         """What a step of a plan with this multiplier may release."""
-        noise = self.noise_at(noise_multiplier)
+        noise = self.noise_at(noise_multiplier, kind)
         add = None if self.mechanism is None else self.mechanism.add
         return (Allowance(self.query, noise, self.answers, add), *self.extra)
 
@@ -101,7 +107,8 @@ class Parts:
     where each step's releases are fixed. `check(conditions)` refuses conditions. `update(params,
     optimizer)` moves the parameters by their `.grad`. `carries_metrics` says that each step
     releases one sum, beside which metrics can ride; `owns_penalty` that the algorithm itself reads
-    the context's regulariser, whose gradient is otherwise added to its estimate.
+    the context's regulariser, whose gradient is otherwise added to its estimate; `one_bound` that
+    all steps have the same bound on a record, as noise that is correlated over steps needs.
     """
 
     step: Callable[[StepContext, State], tuple[dict[str, Tensor], State]]
@@ -112,6 +119,7 @@ class Parts:
     output: Output
     carries_metrics: bool
     owns_penalty: bool
+    one_bound: bool
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> Parts:
@@ -123,6 +131,30 @@ class Parts:
         """Refuse conditions that the algorithm, or its output rule, cannot take."""
         self.check(conditions)
         check_output(self.output, conditions)
+        stage, noise = self.stage(0, conditions), conditions.noise
+        adaptive = isinstance(conditions.clip, Adaptive)
+        noise.check(
+            conditions.sampling,
+            relation=conditions.relation,
+            adaptive=adaptive,
+            releases=stage.answers,
+        )
+        if not self.is_independent(noise):
+            self._check_correlated(stage, noise)
+
+    @staticmethod
+    def is_independent(noise: NoiseKind) -> bool:
+        """Whether each release is accounted for by itself."""
+        return isinstance(noise, Independent)
+
+    def _check_correlated(self, stage: StepPlan, noise: NoiseKind) -> None:
+        alike = self.stage is _USUAL["stage"] and self.one_bound
+        if not alike or stage.query is not ClippedSum or self.output.direct:
+            raise Refused(
+                f"expected steps that are all alike with {noise.name} noise, and an output that "
+                "does not read a single release, got others; use DP-SGD with the output last, "
+                "average() or uniform(), or independent noise"
+            )
 
 
 _USUAL: dict[str, Any] = {
@@ -133,6 +165,7 @@ _USUAL: dict[str, Any] = {
     "output": last,
     "carries_metrics": True,
     "owns_penalty": False,
+    "one_bound": True,
 }
 """DP-SGD's parts: every step alike, nothing to refuse, the optimizer's step, the last iterate."""
 
@@ -199,11 +232,16 @@ def composed(
             )
     if len(counts) == 1:
         (stage, count), records = counts[0], conditions.records
-        event = stage.event(noise_multiplier)
+        if not Parts.is_independent(conditions.noise):
+            return conditions.noise.run_event(
+                noise_multiplier, sampling=stage.sampling, num_records=records, num_steps=count
+            )
+        event = stage.event(noise_multiplier, conditions.noise)
         return stage.sampling.run_event(event, num_records=records, num_steps=count)
     each = []
     for stage, count in counts:
-        one = stage.sampling.amplify(stage.event(noise_multiplier), num_records=conditions.records)
+        event = stage.event(noise_multiplier, conditions.noise)
+        one = stage.sampling.amplify(event, num_records=conditions.records)
         each.append(repeated(count, one))
     return ComposedDpEvent(each) if each else NoOpDpEvent()
 

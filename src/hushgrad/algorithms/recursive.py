@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class Srm:
     first_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
+    one_bound: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
@@ -177,6 +179,7 @@ class SpiderBoost:
     anchor_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
+    one_bound: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.period < 1:

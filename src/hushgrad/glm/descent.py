@@ -87,7 +87,7 @@ def descend(
     """
     require_one_process()
     clip, sampling = plan.clip, plan.sampling
-    plain = plan.metrics is None and plan.algorithm == Sgd()
+    plain = plan.metrics is None and plan.algorithm == Sgd() and not plan.correlated
     if not (isinstance(clip, Clip) and isinstance(sampling, Scheme) and plain):
         raise Refused(
             "expected a plan of DP-SGD with a fixed clipping rule, a sampling scheme and no "

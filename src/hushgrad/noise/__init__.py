@@ -13,11 +13,12 @@ from hushgrad.noise.correlated import Correlated, correlated
 from hushgrad.noise.kinds import Independent, Noise, NoiseKind, gaussian, laplace
 from hushgrad.noise.mixing import NoiseBuffer
 from hushgrad.noise.optimal import Workload, best_cycle, least_error, momentum, prefix_sums
-from hushgrad.noise.releasing import grid, release
+from hushgrad.noise.releasing import TAG_BYTES, grid, release
 from hushgrad.noise.standard import standard_normal
 from hushgrad.noise.strategy import Strategy, banded, banded_inverse
 
 __all__ = [
+    "TAG_BYTES",
     "Correlated",
     "Independent",
     "Noise",

@@ -32,7 +32,8 @@ GRID_BITS = 14  # the grid's step is at most 2⁻¹⁴ of the noise's scale
 _SMALL = 1 << 15  # tensors with fewer entries than this are copied together
 _DIGESTED = 1 << 20  # entries under one key of the digest
 _VERSION = "release-2"  # other noise for a tag of before would be a second release, uncharged
-_TAG, _CHECK = 16, 3  # bytes of a release's tag; those that are a check of it, if others need it
+TAG_BYTES = 16  # of a release's tag
+_CHECK = 3  # of these bytes are a check of the others, where later releases need the tag
 
 
 class _Run(NamedTuple):
@@ -94,12 +95,12 @@ def release(
     what = f"{noise.name} {float(scale).hex()} {_layout(bounded.sum)}"
     digest = _digest(runs, rng, step)
     if noise.strategy is None:
-        tags = [rng.tag(_VERSION, step, what, digest)[:_TAG]]
+        tags = [rng.tag(_VERSION, step, what, digest)[:TAG_BYTES]]
     else:
         needed = _needed(noise.strategy, past, step)
         what = f"{noise.strategy!r} {what}"
         _require_same_run(needed, rng=rng, step=step, what=what)
-        body = rng.tag(_VERSION, step, what, digest, *needed[-1:])[: _TAG - _CHECK]
+        body = rng.tag(_VERSION, step, what, digest, *needed[-1:])[: TAG_BYTES - _CHECK]
         tags = [*needed, body + _check(body, rng=rng, step=step, what=what)]
     if scale == 0:
         values = {n: x.to(torch.float64, copy=True) for n, x in bounded.sum.items()}
@@ -133,8 +134,8 @@ def _check(body: bytes, *, rng: Rng, step: int, what: str) -> bytes:
 def _require_same_run(past: list[bytes], *, rng: Rng, step: int, what: str) -> None:
     """Refuse tags of releases with another key, layout, scale or matrix, or of other steps."""
     for at, tag in enumerate(past, start=step - len(past)):
-        body = tag[: _TAG - _CHECK]
-        if tag[_TAG - _CHECK :] != _check(body, rng=rng, step=at, what=what):
+        body = tag[: TAG_BYTES - _CHECK]
+        if tag[TAG_BYTES - _CHECK :] != _check(body, rng=rng, step=at, what=what):
             raise Refused(
                 f"expected the release of step {at} to be one of this run, with the same key, "
                 "noise, bound on one record, and names, dtypes and shapes of parameters, got a tag "

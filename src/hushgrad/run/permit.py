@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from dp_accounting.dp_event import ZCDpEvent
 
 from hushgrad.batches.records import count
 from hushgrad.events import PureDpEvent, leaves
-from hushgrad.noise import Noise
+from hushgrad.noise import Noise, NoiseBuffer
 from hushgrad.rng import Rng
 from hushgrad.run.query import Query, is_answerable
 from hushgrad.types import Batch, Bounded, Refused, Relation, Released
@@ -101,7 +101,8 @@ class Permit:
     """What one step may still release, and what it has released.
 
     `batch` is the one that was drawn for it. With a `limit` every release is paid for out of it,
-    and `spent` is what the run has spent so far.
+    and `spent` is what the run has spent so far. `past` has the tags of the releases before this
+    step, and `buffer` their noise, where this step's noise depends on them.
     """
 
     step: int
@@ -109,6 +110,8 @@ class Permit:
     batch: Batch | None = None
     limit: ZcdpLimit | None = None
     spent: float = 0.0
+    past: Sequence[bytes] = ()
+    buffer: NoiseBuffer | None = None
     releases: list[Released] = field(default_factory=list)
     _answered: dict[type, int] = field(default_factory=dict)
     _last: tuple[Query, Bounded] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,11 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
-from hushgrad.algorithms.algorithm import Parts, Schedule, count_stages
+from hushgrad.algorithms.algorithm import INDEPENDENT, Parts, Schedule, count_stages
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
 from hushgrad.events import repeated, steps_of
-from hushgrad.noise import Noise
+from hushgrad.noise import Noise, NoiseBuffer, NoiseKind
 from hushgrad.run.metrics import Metrics
 from hushgrad.run.permit import Permit
 from hushgrad.sampling import Poisson, Sampling, require_relation
@@ -45,6 +45,7 @@ class Plan:
     accountant: Accountant = PLD
     metrics: Metrics | None = None
     algorithm: Algorithm = field(default_factory=Sgd)
+    noise: NoiseKind = INDEPENDENT
 
     def __post_init__(self) -> None:
         require_relation(self.sampling, self.relation)
@@ -80,7 +81,7 @@ class Plan:
     @property
     def conditions(self) -> Conditions:
         """What the algorithm is told of the plan."""
-        return Conditions(self.sampling, self.records, self.relation, self.clip)
+        return Conditions(self.sampling, self.records, self.relation, self.clip, self.noise)
 
     @cached_property
     def parts(self) -> Parts:
@@ -103,21 +104,32 @@ class Plan:
 
     def noise_at(self, step: int) -> Noise:
         """The noise of one release at one step."""
-        return self.stage(step).noise_at(self.noise_multiplier)
+        return self.stage(step).noise_at(self.noise_multiplier, self.noise)
 
-    def permit(self, step: int, batch: Batch, *, spent: float = 0.0) -> Permit:
+    def permit(
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        spent: float = 0.0,
+        past: Sequence[bytes] = (),
+        buffer: NoiseBuffer | None = None,
+    ) -> Permit:
         """What one step may release of the batch that was drawn for it.
 
-        `spent` is what an adaptive algorithm has spent of its limit so far.
+        `spent` is what an adaptive algorithm has spent of its limit so far. `past` and `buffer` are
+        what correlated noise depends on.
         """
         choice = self.parts.output.choice
-        allowances = self.stage(step).allowances(self.noise_multiplier)
+        allowances = self.stage(step).allowances(self.noise_multiplier, self.noise)
         return Permit(
             step,
             allowances if choice is None else (*allowances, choice),
             batch,
             self.parts.limit(self.noise_multiplier, self.conditions),
             spent,
+            past,
+            buffer,
         )
 
     def divisor_at(self, step: int) -> float:
@@ -162,6 +174,14 @@ class Plan:
         again, limit = list(steps), self.parts.limit(self.noise_multiplier, self.conditions)
         if limit is not None:
             return repeated(len(again) * times, limit.event)
+        if self.correlated:  # from the first step that differs on it is another run
+            return self.noise.run_event(
+                self.noise_multiplier,
+                sampling=self.sampling,
+                num_records=self.records,
+                num_steps=self.steps,
+                runs=times,
+            )
         each = []
         for stage, count in count_stages(self.stage(step) for step in again):
             if stage.mechanism is None:
@@ -171,6 +191,20 @@ class Plan:
             once = stage.sampling.amplify(event, num_records=self.records)
             each.append(repeated(count, once))
         return each[0] if len(each) == 1 else ComposedDpEvent(each)
+
+    @property
+    def correlated(self) -> bool:
+        """Whether the noise of a step depends on earlier ones, so that only a whole run costs."""
+        return not Parts.is_independent(self.noise)
+
+    def settled_event(self, steps: int) -> DpEvent | None:
+        """What a run that ends after so many steps is charged; None where it drew none.
+
+        Where noise is correlated, steps that were not taken give nothing back.
+        """
+        if not steps:
+            return None
+        return self.event(self.steps if self.correlated else steps)
 
     def terms(self) -> dict[str, Any]:
         """Everything that the guarantee depends on, in words and numbers that JSON can hold."""
@@ -187,6 +221,7 @@ class Plan:
             "accountant": self.accountant.name,
             "metrics": None if self.metrics is None else self.metrics.terms(),
             "algorithm": repr(self.algorithm),
+            "noise": repr(self.noise),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -209,6 +244,7 @@ def plan(
     accountant: Accountant = PLD,
     metrics: Metrics | None = None,
     algorithm: Algorithm | None = None,
+    noise: NoiseKind = INDEPENDENT,
 ) -> Plan:
     """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
 
@@ -241,8 +277,9 @@ def plan(
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm
-    conditions = Conditions(drawn, records, relation, rule)
     require_relation(drawn, relation)
+    kind = noise.fitted(drawn, num_steps=steps)
+    conditions = Conditions(drawn, records, relation, rule, kind)
     parts = Parts.of(chosen)
     parts.require(conditions)
     if noise_multiplier is None:
@@ -263,4 +300,5 @@ def plan(
         accountant=accountant,
         metrics=Metrics() if metrics is None and isinstance(clip, Adaptive) else metrics,
         algorithm=chosen,
+        noise=kind,
     )

@@ -91,8 +91,13 @@ class StepContext:
         # A second release must not have the noise of the first, whose sum may be the same.
         number = len(permit.releases)
         rng = self.rng.derive("release", number) if number else self.rng
-        add = allowed.add or release
-        released = add(bounded, applied, rng=rng, step=permit.step)
+        if allowed.add is not None:
+            released = allowed.add(bounded, applied, rng=rng, step=permit.step)
+        else:
+            past, buffer = permit.past, permit.buffer
+            released = release(
+                bounded, applied, rng=rng, step=permit.step, past=past, buffer=buffer
+            )
         permit.note(query, bounded, released)
         return released
 

@@ -14,6 +14,7 @@ from hushgrad.clipping.pieces import pieces_for
 from hushgrad.gradients import RecordValues, check_optimizer, forget_structure, observe
 from hushgrad.iterates import set_values
 from hushgrad.ledger import Budget, Entry
+from hushgrad.noise import NoiseBuffer
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.admission import (
@@ -27,6 +28,7 @@ from hushgrad.run.admission import (
     require_watched,
     trainable,
 )
+from hushgrad.run.checkpoint import pack_tags, unpack_tags
 from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
 from hushgrad.run.guarantee import Guarantee
@@ -75,6 +77,8 @@ class Run:
         self._remembered: dict[str, Any] = {}
         self._output = plan.parts.output.begin(plan.steps, memory.rng)
         self._spent = 0.0  # of the algorithm's limit
+        self._tags: list[bytes] = []  # of the releases that correlated noise is made again from
+        self._noise_buffer = NoiseBuffer()
         self._position = self.steps_taken = 0
         self._drawn: DrawnBatch | None = None
         self._unused = 0
@@ -116,11 +120,11 @@ class Run:
         if self._left is None:  # what moved the model before its first batch was no step
             self._left = Snapshot.of(self._model, self._optimizer)
         self._unused = 0 if self._drawn is None else self._unused + 1
-        if self._unused > _MOST_UNUSED:
+        if self._unused > (0 if self.plan.correlated else _MOST_UNUSED):
             raise Refused(
-                "expected run.step for each batch that is drawn, got two in a row without it; call "
-                "run.step(loss, batch) in the place of loss.backward() and optimizer.step(), also "
-                "for an empty batch, whose step is noise alone"
+                f"expected run.step for each batch that is drawn, got {self._unused} without it; "
+                "call run.step(loss, batch) in the place of loss.backward() and optimizer.step(), "
+                "also for an empty batch, whose step is noise alone"
             )
         self._memory.drawn(self._position)
         self._position += 1
@@ -165,6 +169,8 @@ class Run:
             context.permit.require_release()
         self._memory.released(step, context.permit.digest)
         self._remembered, self._spent = remembered, context.permit.spent
+        if plan.correlated:
+            self._tags.append(context.permit.digest)
         self._read(context)
         if penalty is not None and not plan.parts.owns_penalty:
             context.penalty.update(gradient_of(penalty, self._params))
@@ -244,6 +250,7 @@ class Run:
             "algorithm": self._remembered,
             "output": self._output,
             "spent": self._spent,
+            "tags": pack_tags(self._tags),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -256,7 +263,7 @@ class Run:
         self._clip = self.plan.clip.at(state["clip_norm"])
         self._remembered, self._output = state["algorithm"], state["output"]
         self._position, self.steps_taken = state["step"], state["taken"]
-        self._spent = state["spent"]
+        self._spent, self._tags = state["spent"], unpack_tags(state["tags"])
         self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = unpack_readings(state["readings"], names)
@@ -293,7 +300,7 @@ class Run:
         )
         return StepContext(
             self._memory.rng,
-            plan.permit(step, batch, spent=self._spent),
+            plan.permit(step, batch, spent=self._spent, past=self._tags, buffer=self._noise_buffer),
             work,
             self._clip,
             plan.divisor_at(step),

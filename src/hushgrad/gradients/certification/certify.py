@@ -32,7 +32,7 @@ from hushgrad.gradients.certification.near_misses import (
     POINTS,
     NearMiss,
     is_nearly_right,
-    refusal,
+    refusal_of,
     retry_near_misses,
 )
 from hushgrad.gradients.certification.oracle import Evidence, Oracle, compare, refuse_unreached
@@ -247,7 +247,7 @@ def _certify_at(
     elif form is not traced:
         wrong = compare(without_draws(oracle.probe(oracle.count), oracle.count), oracle, evidence)
         if wrong:
-            raise refusal(wrong)
+            raise refusal_of(wrong)
         if not form.replays and not form.alone:
             period = period_of(oracle, without_draws, largest, multiple)
     return run, sites, period
@@ -283,7 +283,7 @@ def _certify_sites(
             continue
         wrong = compare_replay(objective, oracle, sites, largest, evidence)
         if wrong:
-            raise refusal(wrong, "in a larger batch ")
+            raise refusal_of(wrong, "in a larger batch ")
         # A branch that only a rare draw takes may mix the records on the way back.
         for draws in RARE_DRAWS if oracle.drew else ():
             with suppress(Unforeseen):  # other operations at other draws: certified when they come
@@ -341,7 +341,7 @@ def _sites(
             for i, site in enumerate(found[0])
             if _is_flattened(site) and not wrong.keys().isdisjoint(site.parameters)
         )
-    raise refusal(min(readings, key=lambda wrong: max(wrong.values())))
+    raise refusal_of(min(readings, key=lambda wrong: max(wrong.values())))
 
 
 def _is_flattened(site: Site) -> bool:

@@ -24,11 +24,11 @@ class NearMiss(NotCovered):
 
 
 def is_nearly_right(wrong: dict[str, float]) -> bool:
-    """Whether all these gradients are off by little."""
+    """Is no gradient off by more than a flipped ReLU explains?"""
     return all(off <= ROUGHLY for off in wrong.values())  # not so where one is nan
 
 
-def refusal(wrong: dict[str, float], where: str = "") -> NotCovered:
+def refusal_of(wrong: dict[str, float], where: str = "") -> NotCovered:
     """What to raise for these gradients that are off."""
     kind = NearMiss if is_nearly_right(wrong) else NotCovered
     return kind(f"{where}{differs(wrong)}")

@@ -15,7 +15,7 @@ from hushgrad.gradients.certification.independence import (
     check_briefly,
     check_independence,
 )
-from hushgrad.gradients.certification.near_misses import POINTS, refusal, retry_near_misses
+from hushgrad.gradients.certification.near_misses import POINTS, refusal_of, retry_near_misses
 from hushgrad.gradients.certification.oracle import consult
 from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.gradients.probes import distinct_records
@@ -102,4 +102,4 @@ def _retest_at(
         if certificate.form.replays:
             wrong = compare_replay(objective, oracle, certificate.sites, rows, certificate.evidence)
             if wrong:
-                raise refusal(wrong, "in a larger batch ")
+                raise refusal_of(wrong, "in a larger batch ")

@@ -448,7 +448,7 @@ def test_after_a_loss_of_power_reserved_steps_have_an_unknown_digest(
     entry.reserve(8)
     entry.note(0, b"x")
     assert (entry.digests(1), entry.digests(8)) == ([], [])
-    monkeypatch.setattr(entries, "boot", lambda: "another")
+    monkeypatch.setattr(entries, "boot_id", lambda: "another")
     for resumed in (budget.entry(entry.id), budget.resume(entry.id)):
         assert resumed.digests(0) == [b"x"]
         assert resumed.digests(1) == resumed.digests(7) == [UNKNOWN]

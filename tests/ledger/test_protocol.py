@@ -316,7 +316,7 @@ class Protocol(RuleBasedStateMachine):
         self.processes.clear()
         self.boots += 1
         name = f"boot {self.boots}"
-        entries.boot = lambda: name  # type: ignore[assignment]
+        entries.boot_id = lambda: name  # type: ignore[assignment]
         for path in {self.path, *(p for f in self.folders for p in f.truth.ledgers)}:
             connection = sqlite3.connect(path)
             last = last_digest(connection)

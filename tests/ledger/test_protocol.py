@@ -200,7 +200,7 @@ class Protocol(RuleBasedStateMachine):
         self.books: dict[Path, Ledger] = {}
         self.killed = False
         self.boots = 0
-        self.boot = entries.boot
+        self.boot = entries.boot_id
         self.path = self.home / "ledger.sqlite"
 
     @initialize(rule=st.sampled_from([total(), AT_ORDER]))
@@ -210,7 +210,7 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         FUSE.left = math.inf
-        entries.boot = self.boot  # type: ignore[assignment]
+        entries.boot_id = self.boot  # type: ignore[assignment]
         shutil.rmtree(self.home)
 
     # --- processes ---

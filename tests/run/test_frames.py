@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def test_at_most_seven_frames_stand_between_a_step_and_the_loss() -> None:
     plan = hg.plan(records=60, batch=30, epochs=2.5, delta=1e-3, noise_multiplier=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = hg.train(model, optimizer, data, plan=plan, rng=hg.Rng.fixed(0))
-    seen: list[list[str]] = []
+    seen = deque[list[str]]()  # of a list the contents would tell one loss from another
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         seen.append(frames_of_ours())

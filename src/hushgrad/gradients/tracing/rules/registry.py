@@ -129,15 +129,14 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     refused, since its rule could not know the draws.
 
     Args:
-        operations: torch's functions, methods (`torch.Tensor.add`) and kernels (`torch.ops…`, or
-            what `torch.library.custom_op` returns), and functions made by `operation`. A later rule
-            for the same operation takes the place of the earlier.
+        operations: torch's functions, methods and kernels (`torch.ops…`, `torch.library.custom_op`)
+            and functions made by `operation`. A later rule takes the place of an earlier one.
 
     Raises:
         ValueError: if calls of one of them cannot be intercepted.
 
-    Take a kernel of one's own that adds twice a vector to each record. Its rule says what comes
-    back to the vector, and the contract suite compares that with autograd, record by record:
+    A kernel that adds twice a vector to each record, its rule, and the contract suite that compares
+    both with autograd, record by record:
 
     >>> from hushgrad.gradients import Dense, traced
     >>> from hushgrad.testing import check_per_sample
@@ -145,7 +144,6 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     ...     @staticmethod
     ...     def forward(ctx, x, p):
     ...         return x + 2 * p
-    ...
     ...     @staticmethod
     ...     def backward(ctx, gradient):
     ...         return gradient, 2 * gradient.sum(0)
@@ -156,7 +154,6 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     ... def scaled_add_rule(call, x, p):
     ...     def factors(gradient):
     ...         yield p, Dense(2 * call.out.rows(gradient, call.batch).sum(1))
-    ...
     ...     return (), factors
     >>> p = torch.nn.Parameter(torch.randn(3))
     >>> check_per_sample(

@@ -123,10 +123,9 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     - `Dense(values)` is a gradient written out, [records, *shape of the parameter]; `Outer(a, b)`
       stands for Σ_t b_t ⊗ a_t of a matrix, `OneHot(index, b, rows)` for rows of a table.
 
-    Guarantees: a rule is believed no more than the library's own. Certification compares what comes
-    of it with runs of one record at a time, and refuses the form `traced` where it is wrong. Models
-    that were certified before are certified again. An operation that draws random numbers is
-    refused, since its rule could not know the draws.
+    Guarantees: certification compares what comes of a rule with runs of one record at a time, and
+    refuses `traced` where it is wrong; models that were certified before are certified again. An
+    operation that draws random numbers is refused, since its rule could not know the draws.
 
     Args:
         operations: torch's functions, methods and kernels (`torch.ops…`, `torch.library.custom_op`)
@@ -135,8 +134,7 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     Raises:
         ValueError: if calls of one of them cannot be intercepted.
 
-    A kernel that adds twice a vector to each record, its rule, and the contract suite that compares
-    both with autograd, record by record:
+    A kernel that adds twice a vector, its rule, and the suite that compares it with autograd:
 
     >>> from hushgrad.gradients import Dense, traced
     >>> from hushgrad.testing import check_per_sample
@@ -144,6 +142,7 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     ...     @staticmethod
     ...     def forward(ctx, x, p):
     ...         return x + 2 * p
+    ...
     ...     @staticmethod
     ...     def backward(ctx, gradient):
     ...         return gradient, 2 * gradient.sum(0)
@@ -154,6 +153,7 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     ... def scaled_add_rule(call, x, p):
     ...     def factors(gradient):
     ...         yield p, Dense(2 * call.out.rows(gradient, call.batch).sum(1))
+    ...
     ...     return (), factors
     >>> p = torch.nn.Parameter(torch.randn(3))
     >>> check_per_sample(

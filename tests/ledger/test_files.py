@@ -40,7 +40,10 @@ def until_full(ledger: Ledger) -> int:
         except Refused as refusal:
             said = str(refusal)
             break
-    assert "got a full disk; free some space and continue: nothing of this transaction was written" in said
+    assert (
+        "got a full disk; free some space and continue: nothing of this transaction was written"
+        in said
+    )
     return runs
 
 

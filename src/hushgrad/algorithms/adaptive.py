@@ -18,7 +18,7 @@ from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.gradients import restored, unwrap_constants
 from hushgrad.iterates import Values, copy_values, exchange_values, norm
 from hushgrad.noise import Noise, gaussian, laplace
-from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit
+from hushgrad.run.permit import Allowance, StepMechanism, ZcdpLimit
 from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand, answerable
 from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
@@ -158,7 +158,7 @@ class Objectives:
 
 
 _SCORES = "scores"
-_FREE = Mechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
+_FREE = StepMechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
 _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 

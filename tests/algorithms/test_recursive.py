@@ -55,7 +55,7 @@ from hushgrad.algorithms.algorithm import count_stages
 from hushgrad.algorithms.output import draw_stop
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import Adaptive, abadi, automatic
-from hushgrad.events import merged
+from hushgrad.events import count_leaves
 from hushgrad.gradients import loop
 from hushgrad.noise import gaussian as gaussian_noise
 from hushgrad.run.execution import Execution
@@ -602,7 +602,7 @@ def test_a_step_asks_once() -> None:
 )
 def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
     plan = plan_of(algorithm)
-    parts = [part for part in merged(plan.event(steps)) if part[0] != NoOpDpEvent()]
+    parts = [part for part in count_leaves(plan.event(steps)) if part[0] != NoOpDpEvent()]
     stages = count_stages(plan.stage(step) for step in range(steps))
     expected = [
         (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)

@@ -14,7 +14,6 @@ from hushgrad.audit.floating_point import (
     float32_noise,
     float64_noise,
     radii,
-    released,
 )
 
 # An attack that learns nothing has a standard deviation of 0.07 at 36 trials of either kind.

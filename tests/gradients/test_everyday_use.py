@@ -1190,7 +1190,7 @@ class Flips:
 
 
 @pytest.mark.parametrize(
-    ("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
+    ("missed", "by", "iterates"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
 )
 def test_a_near_miss_is_looked_at_from_other_points(
     missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch
@@ -1208,7 +1208,7 @@ def test_a_near_miss_is_looked_at_from_other_points(
 
 
 @pytest.mark.parametrize(
-    ("missed", "by", "points"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
+    ("missed", "by", "iterates"), [(2, 4e-4, 3), (3, 4e-4, 3), (1, 0.5, 1), (1, math.nan, 1)]
 )
 def test_a_later_test_begins_at_the_parameters_as_they_are(
     missed: int, by: float, points: int, monkeypatch: pytest.MonkeyPatch

@@ -200,7 +200,7 @@ class Protocol(RuleBasedStateMachine):
         self.books: dict[Path, Ledger] = {}
         self.killed = False
         self.boots = 0
-        self.boot = entries.boot
+        self.boot = entries.boot_id
         self.path = self.home / "ledger.sqlite"
 
     @initialize(rule=st.sampled_from([total(), AT_ORDER]))
@@ -210,7 +210,7 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         FUSE.left = math.inf
-        entries.boot = self.boot  # type: ignore[assignment]
+        entries.boot_id = self.boot  # type: ignore[assignment]
         shutil.rmtree(self.home)
 
     # --- processes ---
@@ -316,7 +316,7 @@ class Protocol(RuleBasedStateMachine):
         self.processes.clear()
         self.boots += 1
         name = f"boot {self.boots}"
-        entries.boot = lambda: name  # type: ignore[assignment]
+        entries.boot_id = lambda: name  # type: ignore[assignment]
         for path in {self.path, *(p for f in self.folders for p in f.truth.ledgers)}:
             connection = sqlite3.connect(path)
             last = last_digest(connection)

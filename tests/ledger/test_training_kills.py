@@ -230,7 +230,7 @@ def test_a_settled_run_is_replayed_and_nothing_else(stopped: tuple[Path, Path]) 
     assert again == first[-len(again) :]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.SGD, "step", lambda self: None)  # so step 19 comes out otherwise
-        with pytest.raises(Refused, match="got a charge for what it would release besides"):
+        with pytest.raises(Refused, match="got a charge for a further release"):
             trained(path, copies[1], lambda *what: None)
     assert len(Ledger(path).budget("census").account.charges) == 1
 

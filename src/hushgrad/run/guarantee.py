@@ -160,7 +160,8 @@ class Guarantee:
             [
                 f"{self.headline}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
                 f"{plan.accountant.name.upper()} accountant",
-                f"noise multiplier {plan.noise_multiplier:.4g}{_kind(plan)}, clipping {plan.clip!r}, "
+                f"noise multiplier {plan.noise_multiplier:.4g}{_kind(plan)}, "
+                f"clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken{unused}",
                 f"planned for {plan.records} records, which is public; algorithm "
                 f"{plan.algorithm!r}, which returns {plan.parts.output.statement}",

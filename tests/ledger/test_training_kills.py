@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import forked
+from charged_runs import forked
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +28,7 @@ from hushgrad.ledger import Budget, Entry, Filter, Ledger, renyi, total
 from hushgrad.ledger.file import File
 from hushgrad.run import checkpoint, resuming
 from hushgrad.types import Refused
-from recipes_to_try import good
+from trial_recipes import good
 
 STEPS, SAVE_EVERY = 80, 9
 PLAN = hg.Plan(

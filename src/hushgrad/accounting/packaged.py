@@ -2,7 +2,7 @@
 
 Under replace-one its RDP accountant takes noise ÷ sensitivity, which is noise/(2C), and its PLD
 accountant takes noise/C and doubles by itself. Both were tried against version 0.6 and are pinned
-by tests/accounting/test_relations.py.
+by tests/accounting/test_coverage.py.
 """
 
 from __future__ import annotations

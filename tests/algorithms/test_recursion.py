@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dp_accounting.dp_event import NoOpDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from plainly import (
+from record_by_record import (
     RECORDS,
     Gradient,
     assert_close,

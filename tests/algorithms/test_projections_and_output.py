@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plainly import (
+from record_by_record import (
     RECORDS,
     assert_close,
     clipped,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dp_accounting.dp_event import ZCDpEvent
-from plainly import (
+from record_by_record import (
     FEATURES,
     RECORDS,
     assert_close,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import event, opened, spend
+from charged_runs import event, opened, spend
 from typer.testing import CliRunner
 
 from hushgrad.accounting import gaussian, poisson, repeated

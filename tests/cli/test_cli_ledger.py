@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from charged_runs import event, opened, spend
 from typer.testing import CliRunner
 
+from charged_runs import event, opened, spend
 from hushgrad.accounting import gaussian, poisson, repeated
 from hushgrad.cli import app
 from hushgrad.ledger import Ledger, order_for

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from charged_runs import forked, opened, spend
 
+from charged_runs import forked, opened, spend
 from hushgrad.ledger import Ledger
 from hushgrad.types import Refused
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from charged_runs import STEPS, event, forked, opened, spend
 
+from charged_runs import STEPS, event, forked, opened, spend
 from hushgrad.accounting import gaussian, least_noise, poisson, repeated, uniformly_stopped
 from hushgrad.ledger import UNKNOWN, Budget, Entry, Filter, Ledger, Spend, renyi, total
 from hushgrad.ledger import entry as entries

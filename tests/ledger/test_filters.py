@@ -9,8 +9,8 @@ from dp_accounting import dp_event
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from hypothesis import given
 from hypothesis import strategies as st
-from charged_runs import event, spend
 
+from charged_runs import event, spend
 from hushgrad.accounting import (
     PLD,
     RDP,

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from charged_runs import forked
 from torch import nn
 from torch.nn import functional as F
 
 import hushgrad as hg
+from charged_runs import forked
 from hushgrad.launch.loop import carry_out, start
 from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end
 from hushgrad.ledger import Budget, Entry, Filter, Ledger, renyi, total

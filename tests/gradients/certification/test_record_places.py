@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hushgrad import difference
+from hushgrad import Refused, difference
 from hushgrad.gradients import (
     Certificate,
     Form,
@@ -27,7 +28,6 @@ from hushgrad.gradients import (
 )
 from hushgrad.gradients.factors import slots
 from hushgrad.gradients.guards import same_bits
-from hushgrad.types import Refused
 
 LAST_BIT = 2.0**-23
 
@@ -197,3 +197,18 @@ def test_draws_are_alike_for_all_records() -> None:
     places = torch.stack([slots.draw_slots(5, 8, 4).places % 4 for _ in range(4000)])
     counts = torch.stack([torch.bincount(column, minlength=4) for column in places.T])
     assert bool(((counts - 1000).abs() < 5 * 1000**0.5).all())
+
+
+def test_padding_is_wide_enough_for_the_kernels_of_the_model() -> None:
+    """The end of a tensor is computed by other code: 8 records of 3 features are nothing else."""
+    weight, batch = nn.Parameter(torch.ones(3)), torch.randn(9, 3)
+    values = torch.randn(4096, 3)
+    by_eights = torch.cat([F.softplus(part) for part in values.split(8)])
+    certificate = certificate_for(
+        lambda x: (F.softplus(x) * weight).sum(1), {"weight": weight}, batch
+    )
+    if torch.equal(by_eights, F.softplus(values)):
+        pytest.skip("on this processor the kernel ends as it begins")
+    assert certificate.multiple > 8
+    plain = certificate_for(lambda x: (x * weight).sum(1), {"weight": weight}, batch)
+    assert plain.multiple == 8

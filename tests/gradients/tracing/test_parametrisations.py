@@ -1,4 +1,4 @@
-"""Weights that are made from parameters, and kernels that only their authors can see into."""
+"""Weights that are made from parameters by torch's parametrisations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import agree, check, expected, kinds, private
-from torch import Tensor, library, nn
+from compare import check, kinds, private
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from uses import Uses, loss_of
 
-from hushgrad.gradients import auto, loop, per_sample, traced
-from hushgrad.types import Refused
-
-WEIGHT = "1.parametrizations.weight."
+from hushgrad.gradients import auto
 
 
 class LowRank(nn.Module):
@@ -166,8 +163,6 @@ def test_autocast() -> None:
         check(loss_of(net), net, torch.randn(5, 3, 4))
 
 
-# --- what stays factored ------------------------------------------------------------------------
-
 # How a narrow update is spelled: from w [9, 8], b [9, 2] and a [2, 8] to a weight.
 UPDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "w + b @ a": lambda w, b, a: w + b @ a,
@@ -261,119 +256,3 @@ def test_a_weight_that_is_used_in_two_ways_is_exact() -> None:
         return loss_of(lambda x: F.linear(x, weight).unsqueeze(-1) * weight)(x)
 
     check(loss, {"a": a, "b": b}, torch.randn(5, 2, 4))
-
-
-# --- kernels that only their authors can see into -----------------------------------------------
-
-
-class Round(torch.autograd.Function):
-    """Rounded on the way in, and passed straight through on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
-        return w.round(decimals=1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-@library.custom_op("hushgrad_tests::product", mutates_args=())
-def product(x: Tensor, w: Tensor) -> Tensor:
-    return x @ w
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _product_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x, w = ctx.saved_tensors
-    return gradient @ w.mT, x.mT @ gradient
-
-
-product.register_autograd(_product_back, setup_context=_keep)
-
-KERNELS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "function of a parameter": (lambda x, w: x @ Round.apply(w), "Round used .*weight"),
-    "function of a made weight": (lambda x, w: x @ Round.apply(w.exp()), "Round used .*weight"),
-    "function beside an operation": (
-        lambda x, w: x @ Round.apply(2 * w) + x @ w, "Round used .*weight"
-    ),
-    "operator": (lambda x, w: product(x, w), "hushgrad_tests.product.*custom kernel"),
-    "operator on a made weight": (
-        lambda x, w: product(x, w.exp()), "hushgrad_tests.product.*custom kernel"
-    ),
-    "packet": (
-        lambda x, w: torch.ops.hushgrad_tests.product(x, w), "hushgrad_tests.product.*custom"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KERNELS)
-def test_a_kernel_is_named_and_exact_in_another_form(kind: str) -> None:
-    use, message = KERNELS[kind]
-    params, batch = {"weight": nn.Parameter(torch.randn(3, 3))}, torch.randn(8, 3)
-
-    def loss(x: Tensor) -> Tensor:
-        return use(x, params["weight"]).square().sum(1)
-
-    want = expected(loss, params, batch)
-    with pytest.raises(Refused, match=f"{message}.*form=loop"):
-        per_sample(loss, params, batch, form=traced)
-    agree(per_sample(loss, params, batch), want, params)
-    agree(per_sample(loss, params, batch, form=loop), want, params)
-
-
-def test_an_operator_on_parameters_alone_is_exact() -> None:
-    w = nn.Parameter(torch.randn(3, 3))
-    check(lambda x: (x @ product(w, w)).square().sum(1), {"w": w}, torch.randn(8, 3))
-
-
-def test_quantisation_aware_training_is_exact() -> None:
-    """Rounding that only pretends is an operation like others; its observer reads the weight."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-        layer = torch.ao.nn.qat.Linear(4, 3, qconfig=config)
-    check(loss_of(layer), layer, torch.randn(8, 4))
-
-
-def quantised(dynamic: bool) -> nn.Module:
-    """A layer that is quantised between two that are not."""
-    quantisation, model = torch.ao.quantization, nn.Sequential()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        middle = nn.Sequential(
-            quantisation.QuantStub(), nn.Linear(4, 4), quantisation.DeQuantStub()
-        )
-        if dynamic:
-            middle = quantisation.quantize_dynamic(middle[1:2], {nn.Linear})
-        else:
-            middle.qconfig = quantisation.get_default_qconfig("fbgemm")
-            watched = quantisation.prepare(middle.eval())
-            watched(torch.randn(20, 4))
-            middle = quantisation.convert(watched)
-    return model.extend([nn.Linear(4, 4), middle, nn.Linear(4, 2)])
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "message"),
-    [
-        (
-            True,
-            r"layer '1\.1' is a dynamically quantised Linear.*use the layer that it was made from",
-        ),
-        (False, r"0\.weight .*no path .*1\.0'? is a quantised Quantize.*freeze it"),
-    ],
-)
-def test_a_quantised_layer_is_named(dynamic: bool, message: str) -> None:
-    model = quantised(dynamic)
-    with pytest.raises(Refused, match=message):
-        per_sample(loss_of(model), private(model), torch.randn(8, 4), modules=(model,))
-
-
-def test_what_follows_a_quantised_layer_can_be_trained() -> None:
-    model = quantised(dynamic=False)
-    model[0].requires_grad_(False)
-    check(loss_of(model), model, torch.randn(8, 4))

@@ -1,16 +1,13 @@
 """Set-up shared by all tests: checked shapes, repeatable examples, a fixed seed."""
 
 import os
-import sys
 
-import jaxtyping
+import checker
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The hook rewrites modules as they are imported, so it must come before the first import.
-assert "hushgrad" not in sys.modules, "hushgrad was imported before its shapes could be checked"
-jaxtyping.install_import_hook(["hushgrad"], "checker.checked")
+checker.check("hushgrad")
 
 # A first call into torch can take seconds on a busy machine, so neither time limit applies.
 settings.register_profile(

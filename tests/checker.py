@@ -45,7 +45,9 @@ class Decorate(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-            node.decorator_list.insert(0, _named("shapes" if states_shapes(node) else "types", node))
+            node.decorator_list.insert(
+                0, _named("shapes" if states_shapes(node) else "types", node)
+            )
         self.generic_visit(node)
         return node
 

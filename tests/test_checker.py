@@ -15,7 +15,7 @@ from beartype.roar import BeartypeCallHintViolation
 from hushgrad.bits import digests
 from hushgrad.types import Bounded
 
-SOURCE = '''
+SOURCE = """
 from __future__ import annotations
 from dataclasses import dataclass
 from jaxtyping import Float
@@ -41,7 +41,7 @@ class Pair:
 
     def size(self, more: int) -> int:
         return len(self.x) + more
-'''
+"""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ChartCurve = Sequence[tuple[float, float]]
 def draw_chart(curve: ChartCurve, *, width: int = 60, height: int = 10) -> str:
     """Draw a curve that starts at (0, 0) with characters, its axes labelled.
 
-    >>> print(drawn([(1, 1.0), (2, 2.0)], width=8, height=2))
+    >>> print(draw_chart([(1, 1.0), (2, 2.0)], width=8, height=2))
            2 ┤    ▁▃▅▇
            1 ┤▁▃▅▇████
              └────────

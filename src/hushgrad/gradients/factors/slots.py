@@ -97,7 +97,7 @@ def draw_slots(records: int, multiple: int, period: int) -> Slots:
     generator, which follows from the key in a run. Whoever leaves moves others by whole periods.
 
     >>> _ = torch.manual_seed(0)
-    >>> slots = drawn(5, multiple=8, period=2)
+    >>> slots = draw_slots(5, multiple=8, period=2)
     >>> slots.places.tolist(), slots.rows
     ([0, 1, 3, 2, 5], 8)
     """

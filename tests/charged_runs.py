@@ -10,7 +10,7 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from hushgrad.accounting import gaussian, poisson, repeated
-from hushgrad.ledger import Budget, Entry, Spend
+from hushgrad.ledger import Budget, Entry, Filter, Ledger, Spend, renyi, total
 from hushgrad.types import Relation
 
 STEPS = 50
@@ -41,3 +41,10 @@ def forked(work: Callable[[], Any]) -> int:
         code = 0
     finally:
         os._exit(code)
+
+
+RULES = [total(), renyi(8.0)]
+
+
+def budget_of(ledger: Ledger, rule: Filter = RULES[0], epsilon: float = 3.0) -> Budget:
+    return ledger.set_budget("census", epsilon=epsilon, delta=1e-5, rule=rule)

@@ -2,10 +2,11 @@
 
 import os
 
-import checker
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import checker
 
 checker.check("hushgrad")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import checker
 import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 
+import checker
 from hushgrad.bits import digests
 from hushgrad.types import Bounded
 

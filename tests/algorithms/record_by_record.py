@@ -15,7 +15,7 @@ import hushgrad as hg
 from hushgrad import Rng
 from hushgrad.algorithms import Algorithm
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.noise import Noise
+from hushgrad.noise import Noise, release
 from hushgrad.noise import release as real_release
 from hushgrad.run.plan import Plan
 from hushgrad.types import Bounded, Released
@@ -148,3 +148,20 @@ def assert_close(one: Gradient, other: Gradient, within: float = 1e-9) -> None:
 
 def bound(expected: float) -> Any:
     return pytest.approx(expected * (1 + SUM_SLACK), rel=1e-12)
+
+
+class Spy:
+    """Notes each release of an algorithm's own."""
+
+    def __init__(self, monkeypatch, module: str) -> None:
+        self.bounded: list[Bounded] = []
+        self.noises: list[Noise] = []
+        self.values: list[dict[str, Tensor]] = []
+        monkeypatch.setattr(f"hushgrad.algorithms.{module}.release", self)
+
+    def __call__(self, bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+        found = release(bounded, noise, rng=rng, step=step)
+        self.bounded.append(bounded)
+        self.noises.append(noise)
+        self.values.append({n: x.clone() for n, x in found.values.items()})
+        return found

@@ -1,17 +1,12 @@
-"""DP-SRM, STORM and SpiderBoost: the papers' recursions, their bounds and their events."""
+"""DP-SRM, STORM and SpiderBoost: the papers' recursions, and their bounds."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from pathlib import Path
 
-import dp_accounting as dp
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from dp_accounting.dp_event import NoOpDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from record_by_record import (
@@ -35,43 +30,18 @@ from torch import nn
 
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
-from hushgrad.accounting import PLD, RDP, MixedDpEvent
-from hushgrad.algorithms import (
-    Ball,
-    LocalGd,
-    PerDistance,
-    Sgd,
-    SpiderBoost,
-    Srm,
-    average,
-    smallest,
-    stopped,
-    storm,
-    unclipped,
-    uniform,
-)
-from hushgrad.algorithms.algorithm import count_stages
-from hushgrad.algorithms.output import draw_stop
-from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.clipping.rules import Adaptive, abadi, automatic
-from hushgrad.events import merged
+from hushgrad.algorithms import PerDistance, SpiderBoost, Srm, average, smallest, storm, unclipped
+from hushgrad.clipping.rules import Adaptive, abadi
 from hushgrad.gradients import loop
 from hushgrad.noise import gaussian as gaussian_noise
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
 from hushgrad.run.step import BatchPass, Part, StepContext, Summand
-from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
+from hushgrad.sampling import FullBatch, Shuffled
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
 NET = model()
 LOSS = loss_of(NET)
-
-
-def gaussian(multiplier: float) -> dp.GaussianDpEvent:
-    return dp.GaussianDpEvent(multiplier)
-
-
-# --- the formula ---
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])
@@ -201,9 +171,6 @@ def test_other_points_leave_the_parameters_and_the_generator_alone() -> None:
     assert all(torch.equal(before[n], p) for n, p in params.items())
 
 
-# --- the bound on one record ---
-
-
 @given(st.integers(0, 10**6), st.floats(1e-3, 1.0), st.floats(-3, 3), st.booleans())
 def test_a_record_keeps_its_bound_at_two_points(
     seed: int, gamma: float, scale: float, combined: bool
@@ -247,191 +214,10 @@ def _round(work: BatchPass) -> StepContext:
     return StepContext(work, abadi(C1), gaussian_noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
 
 
-# --- noise and events ---
-
-
-def test_the_event_is_what_was_drawn_and_noised(monkeypatch) -> None:
-    srm = Srm(GAMMA, abadi(C2), first_batch=30, first_noise=2.5)
-    plan = plan_of(srm)
-    seen = watched(plan, monkeypatch)
-    assert plan.event(8) == dp.ComposedDpEvent(
-        [
-            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.5, gaussian(0.7 * 2.5)), 1),
-            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.2, gaussian(0.7)), 7),
-        ]
-    )
-    own = seen.run._memory.sampling
-    for step, batch in enumerate(seen.batches):
-        scheme = Poisson(0.5 if step == 0 else 0.2)
-        assert torch.equal(batch[0], data()[0][scheme.draw(RECORDS, step=step, rng=own)])
-    assert [noise.noise_multiplier for noise in seen.noises] == [0.7 * 2.5] + [0.7] * 7
-    assert seen.sums[0].l2 == bound(C1)
-    assert all(found.l2 == bound(GAMMA * C1 + (1 - GAMMA) * C2) for found in seen.sums[1:])
-
-
-def test_the_noise_has_its_scale_and_not_another(monkeypatch) -> None:
-    plan = plan_of(Srm(GAMMA, abadi(C2), first_batch=30), epochs=20)
-    seen = watched(plan, monkeypatch, lr=0.01)
-    drawn = torch.cat([x.flatten() for t in range(1, 100) for x in seen.noise(t).values()])
-    expected = 0.7 * (GAMMA * C1 + (1 - GAMMA) * C2) * (1 + SUM_SLACK)
-    assert len(drawn) > 3000
-    assert abs(float(drawn.std()) / expected - 1) < 0.05
-    assert abs(float(drawn.mean())) < 0.07 * expected
-
-
-def test_spiderboost_composes_its_anchors_and_differences() -> None:
-    plan = plan_of(SpiderBoost(3, PerDistance(1.0), anchor_noise=2.0))
-    assert plan.event(8) == dp.ComposedDpEvent(
-        [
-            dp.SelfComposedDpEvent(gaussian(1.4), 3),
-            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.2, gaussian(0.7)), 5),
-        ]
-    )
-    assert plan.divisor_at(0) == RECORDS
-    assert plan.divisor_at(1) == 12
-
-
-def test_two_points_cost_no_more_than_one() -> None:
-    assert plan_of(Srm(GAMMA, abadi(C2))).epsilon == plan_of(Sgd()).epsilon
-    twice = PLD.epsilon(plan_of(Sgd()).event(16), delta=1e-4)
-    assert twice > 1.2 * plan_of(Srm(GAMMA, abadi(C2))).epsilon
-
-
-def test_noise_is_calibrated_for_the_first_batch_too() -> None:
-    plain = plan_of(Srm(GAMMA, abadi(C2)), noise_multiplier=None, epsilon=2.0)
-    larger = plan_of(Srm(GAMMA, abadi(C2), first_batch=50), noise_multiplier=None, epsilon=2.0)
-    assert 1.99 < larger.epsilon <= 2.0
-    assert larger.noise_multiplier > 1.05 * plain.noise_multiplier
-
-
-def test_batches_without_replacement_as_in_the_paper(monkeypatch) -> None:
-    srm = Srm(GAMMA, abadi(C2), first_batch=30)
-    options = {"sampling": WithoutReplacement(12), "relation": Relation.REPLACE_ONE}
-    plan = plan_of(srm, **options, accountant=RDP, noise_multiplier=4.0)
-    seen = watched(plan, monkeypatch)
-    assert [len(batch[1]) for batch in seen.batches] == [30] + [12] * 7
-    assert math.isfinite(plan.epsilon)
-
-
-# --- output ---
-
-
 def test_the_average_is_that_of_the_points(monkeypatch) -> None:
     seen = watched(plan_of(Srm(GAMMA, abadi(C2), output=average(skipped=2))), monkeypatch)
     mean = combine(*((1 / 6, theta) for theta in seen.points[3:]))
     assert_close(point_of(seen.net), mean, 1e-12)
-
-
-def test_a_drawn_point_is_one_of_them_and_costs_the_whole_run(monkeypatch) -> None:
-    srm = Srm(GAMMA, abadi(C2), output=uniform())
-    counts = [0] * 9
-    for seed in range(8):
-        seen = watched(plan_of(srm), monkeypatch, seed=seed)
-        given_out = point_of(seen.net)
-        same = [all(torch.equal(given_out[n], p[n]) for n in p) for p in seen.points]
-        counts[same.index(True)] += 1
-    assert counts[0] == 0
-    assert sum(count > 0 for count in counts) >= 3
-    assert plan_of(srm).epsilon == plan_of(Srm(GAMMA, abadi(C2))).epsilon
-
-
-def test_a_stopped_run_ends_at_its_draw_and_costs_the_mean_delta(monkeypatch) -> None:
-    srm = Srm(GAMMA, abadi(C2), first_batch=30, output=stopped())
-    plan = plan_of(srm)
-    whole = plan_of(Srm(GAMMA, abadi(C2), first_batch=30))
-    event = plan.event(8)
-    assert isinstance(event, MixedDpEvent)
-    assert event.events == tuple(whole.event(t) for t in range(1, 9))
-    epsilon = plan.epsilon
-    deltas = [PLD.delta(whole.event(t), epsilon=epsilon) for t in range(1, 9)]
-    assert sum(deltas) / 8 == pytest.approx(1e-4, rel=2e-2)
-    assert epsilon < whole.epsilon
-    lengths = set()
-    for seed in range(6):
-        seen = watched(plan, monkeypatch, seed=seed)
-        assert len(seen.batches) == len(seen.run) == seen.run.steps_taken
-        lengths.add(len(seen.batches))
-    assert len(lengths) > 2
-    assert lengths <= set(range(1, 9))
-    assert "nothing else of the run" in str(seen.run.guarantee)
-
-
-def test_a_stopped_run_shows_nothing_else(tmp_path: Path) -> None:
-    plan = plan_of(Srm(GAMMA, abadi(C2), output=stopped()))
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(Refused, match="no folder"):
-        hg.train(net, optimizer, data(), plan=plan, rng=Rng.fixed(0), folder=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(Refused, match="no metrics"):
-        plan_of(Srm(GAMMA, abadi(C2), output=stopped()), metrics=Metrics())
-    run = hg.train(net, optimizer, data(), plan=plan, rng=Rng.fixed(0))
-    with pytest.raises(ValueError, match="folder"):
-        run.save()
-
-
-def test_a_stopped_run_is_charged_its_plan_whatever_was_drawn(tmp_path: Path) -> None:
-    ledger = hg.Ledger(tmp_path / "ledger.sqlite")
-    budget = ledger.set_budget("toy", epsilon=50.0, delta=1e-2)
-    plan = plan_of(Srm(GAMMA, abadi(C2), output=stopped()))
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = hg.train(net, optimizer, data(), plan=plan, rng=Rng.from_os(), budget=budget)
-    for batch in run:
-        run.step(loss_of(net), batch)
-    assert run.entry is not None
-    assert run.entry.settled
-    assert budget.spent["epsilon"] == plan.epsilon
-
-
-def test_a_draw_cannot_be_tried_again_until_it_suits(tmp_path: Path) -> None:
-    """Else one would wait for the longest run, which costs more than the mean of all."""
-    ledger = hg.Ledger(tmp_path / "ledger.sqlite")
-    plan = plan_of(Srm(GAMMA, abadi(C2), output=stopped()))
-    budget = ledger.set_budget("toy", epsilon=2.5 * plan.epsilon, delta=1e-2)
-
-    def begun(plan: hg.Plan) -> hg.Run:
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        return hg.train(net, optimizer, data(), plan=plan, rng=Rng.from_os(), budget=budget)
-
-    for _ in range(2):
-        run = begun(plan)
-        assert 1 <= len(run) <= 8
-        run.finish()
-    with pytest.raises(Refused):
-        begun(plan)
-    assert budget.spent["epsilon"] == pytest.approx(2 * plan.epsilon)
-
-
-@pytest.mark.parametrize("steps", [1, 7, 64])
-def test_every_number_of_steps_is_drawn_alike(steps: int) -> None:
-    """A number that is drawn too often makes the mean of δ too small."""
-
-    class Evenly(Rng):
-        def __init__(self, place: float) -> None:
-            super().__init__(bytes(32), reproducible=True)
-            self.place = place
-
-        def derive(self, *labels: int | str | bytes) -> Rng:
-            return self
-
-        def uniforms(self, count: int, *, start: int = 0) -> np.ndarray:
-            return np.full(count, self.place)
-
-    places = (np.arange(steps * 100) + 0.5) / (steps * 100)
-    counts = Counter(draw_stop(steps, Evenly(float(place))) for place in places)
-    assert counts == dict.fromkeys(range(1, steps + 1), 100)
-
-
-def test_releases_of_one_batch_are_charged_together() -> None:
-    plan = plan_of(SpiderBoost(3, PerDistance(1.0), anchor_noise=2.0))
-    assert plan.released_again([2, 3, 4], times=4) == dp.ComposedDpEvent(
-        [
-            dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.2, gaussian(0.35)), 2),
-            dp.SelfComposedDpEvent(gaussian(0.7), 1),
-        ]
-    )
 
 
 def test_metrics_ride_beside_both_terms(monkeypatch) -> None:
@@ -440,76 +226,6 @@ def test_metrics_ride_beside_both_terms(monkeypatch) -> None:
     seen = watched(plan, monkeypatch)
     both = math.hypot(1.0, 0.1) * (GAMMA * C1 + (1 - GAMMA) * C2)
     assert all(found.l2 == bound(both) for found in seen.sums[1:])
-
-
-# --- through the library ---
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Srm(GAMMA, abadi(C2), first_batch=30, output=average()),
-        Srm(GAMMA, None, automatic(clip_norm=0.1), output=uniform()),
-        SpiderBoost(3, PerDistance(1.0), step_norm=0.3),
-        Sgd(smallest(), Ball(1.0)),
-        LocalGd(),
-    ],
-    ids=["srm", "one clip", "spiderboost", "gd", "ldp"],
-)
-@pytest.mark.parametrize("at", [1, 4])
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
-    tmp_path: Path, algorithm, at: int
-) -> None:
-    full = {"sampling": FullBatch(), "batch": RECORDS, "epochs": 8}
-    local = full | {"relation": Relation.REPLACE_ONE}
-    options = {LocalGd: local, Sgd: full}.get(type(algorithm), {"metrics": Metrics()})
-    plan = plan_of(algorithm, **options)
-    whole, halves = model(dropout=0.3), model(dropout=0.3)
-    _go(whole, plan, tmp_path / "whole")
-    _go(halves, plan, tmp_path / "halves", until=at)
-    other = model(dropout=0.3)
-    run = _go(other, plan, tmp_path / "halves", resume=True)
-    assert run.steps_taken == 8
-    for name, p in whole.state_dict().items():
-        assert torch.equal(p, other.state_dict()[name])
-    assert run.guarantee.charges == ()
-
-
-def _go(
-    net: nn.Module,
-    plan: hg.Plan,
-    folder: Path,
-    *,
-    rng: Rng | None = None,
-    until: int | None = None,
-    save: bool = True,
-    resume: bool = False,
-) -> hg.Run:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
-    rng = rng or Rng.fixed(3)
-    run = hg.train(net, optimizer, data(), plan=plan, rng=rng, folder=folder, resume=resume)
-    for batch in run:
-        run.step(loss_of(net), batch)
-        if run.steps_taken == until:
-            if save:
-                run.save()
-            break
-    return run
-
-
-def test_a_run_without_its_key_is_charged_the_steps_that_come_again(tmp_path: Path) -> None:
-    """The first step of DP-SRM has a batch of its own, and so has its second release."""
-    plan = plan_of(Srm(GAMMA, abadi(C2), first_batch=30))
-    _go(model(), plan, tmp_path, rng=Rng.from_os(), until=3, save=False)
-    (tmp_path / "key").unlink()
-    run = _go(model(), plan, tmp_path, rng=Rng.from_os(), resume=True)
-    (charge,) = run.guarantee.charges
-    again = plan.released_again(range(8), times=1)  # eight were entered ahead
-    assert again == plan.event(8)
-    assert charge.epsilon == plan.spent(again)
-    once, twice = plan.released_again([0, 1], times=1), plan.released_again([0, 1], times=2)
-    assert [e.event.sampling_probability for e in once.events] == [0.5, 0.2]
-    assert plan.spent(twice) > 1.3 * plan.spent(once)
 
 
 def test_the_forms_of_gradients_agree(monkeypatch) -> None:
@@ -583,28 +299,6 @@ def test_a_step_asks_once() -> None:
         context.mean(lambda part: [Summand(part.here, abadi(1.0))])
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 7, 8])
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Srm(GAMMA, abadi(C2)),
-        Srm(GAMMA, abadi(C2), first_batch=30),
-        SpiderBoost(3, PerDistance(1.0)),
-        SpiderBoost(1, PerDistance(1.0), anchor_batch=12),
-    ],
-    ids=repr,
-)
-def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
-    plan = plan_of(algorithm)
-    parts = [part for part in merged(plan.event(steps)) if part[0] != NoOpDpEvent()]
-    stages = count_stages(plan.stage(step) for step in range(steps))
-    expected = [
-        (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)
-        for stage, count in stages
-    ]
-    assert parts == expected
-
-
 class Tied(nn.Module):
     """An embedding that is the output head too, a convolution in between."""
 
@@ -639,27 +333,6 @@ def test_tied_weights_and_convolutions_have_their_differences(gap: float) -> Non
     fast, slow = summed(Execution(form=hg.gradients.traced)), summed(Execution(form=loop))
     assert_close(fast, slow, 2e-4)
     assert_close(summed(Execution(micro_batch=8)), slow, 2e-4)
-
-
-def test_batches_of_which_a_truncated_sampling_must_know_the_number_are_not_hidden() -> None:
-    """A schedule of several samplings would get round the check on the number of records."""
-    truncated = {"sampling": TruncatedPoisson(0.2, 20)}
-    with pytest.raises(Refused, match="Poisson sampling or batches without"):
-        plan_of(SpiderBoost(3, PerDistance(1.0)), **truncated)
-    plan = plan_of(Srm(GAMMA, abadi(C2), first_noise=2.0), **truncated)
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = hg.train(net, optimizer, data(RECORDS + 5), plan=plan, rng=Rng.fixed(0))
-    with pytest.raises(Refused, match="TruncatedPoisson"):
-        next(iter(run))
-
-
-def test_the_guarantee_names_each_way_of_sampling(monkeypatch) -> None:
-    seen = watched(plan_of(Srm(GAMMA, abadi(C2), first_batch=30, first_noise=2.0)), monkeypatch)
-    said = str(seen.run.guarantee)
-    assert "q = 0.5, noise multiplier 1.4, at 1 of 8 steps" in said
-    assert "q = 0.2, noise multiplier 0.7, at 7 of 8 steps" in said
-    assert "algorithm Srm(gamma=0.2" in said
 
 
 def test_a_compiled_pass_sees_both_points() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -195,3 +196,18 @@ def of_one_pass(loss: Callable[[Any], Tensor], params: Any, batch: Any, seed: in
         for value in losses
     ]
     return Expected(losses.detach().double(), stacked(params, gradients))
+
+
+Forms = dict[str, str]
+
+
+def assert_held(gradients: Gradients, model: nn.Module, forms: Forms) -> None:
+    """Every parameter is held as the table says, and every line of the table is about some."""
+    fitted = {name: _pattern(name, forms) for name in private(model)}
+    held = {name: gradients.held_gradients[name].form for name in fitted}
+    assert held == {name: forms[pattern] for name, pattern in fitted.items()}
+    assert set(fitted.values()) == forms.keys()
+
+
+def _pattern(name: str, forms: Forms) -> str:
+    return next(pattern for pattern in forms if fnmatch(name.lower(), pattern))

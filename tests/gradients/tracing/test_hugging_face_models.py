@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import Expected, agree, check, expected, private, size_of, stacked
-from hf import (
+from torch import Tensor, nn
+
+from hushgrad.gradients import Certificate, certificate_for, per_sample, traced
+from zoo.hugging_face import (
     LENGTH,
     Loss,
     bert,
@@ -29,9 +32,6 @@ from hf import (
     vit,
     words,
 )
-from torch import Tensor, nn
-
-from hushgrad.gradients import Certificate, certificate_for, per_sample, traced
 
 Made = tuple[Callable[..., nn.Module], Callable[[nn.Module], Loss], Callable[[], Any]]
 

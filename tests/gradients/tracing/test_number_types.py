@@ -6,11 +6,22 @@ import pytest
 import torch
 from compare import check, private
 from torch import Tensor, nn
-from uses import loss_of, weigh
-
-from zoo.small import small_network
+from uses import Uses, loss_of, weigh
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def small_network() -> nn.Sequential:
+    """A convolution, a normalisation and a linear layer."""
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 2),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+        nn.LayerNorm(5),
+        Uses(lambda h, p, q: (h + p) * q, [(5,), (5,)]),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

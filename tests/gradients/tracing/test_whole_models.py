@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from compare import check, kinds
-from hf import ENCODER, classifier_loss, roused, sentences, words
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
+from zoo.hugging_face import ENCODER, classifier_loss, roused, sentences, words
 
 BATCH, WORDS = 5, 29
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-
-transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, BATCH = 29, 6, 5
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 12}
@@ -26,6 +24,8 @@ Loss = Callable[[Any], Tensor]
 
 
 def classifier_loss(model: nn.Module) -> Loss:
+    """Cross-entropy of each record's label."""
+
     def loss(batch: dict[str, Tensor]) -> Tensor:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
@@ -64,10 +64,12 @@ def words(length: int = LENGTH) -> dict[str, Tensor]:
 
 
 def sentences() -> dict[str, Tensor]:
+    """Words with a label for each record."""
     return {**words(), "labels": torch.randint(3, (BATCH,))}
 
 
 def blanks() -> dict[str, Tensor]:
+    """Words of which every second is to be filled in."""
     batch = words()
     asked = batch["attention_mask"].bool() & (torch.arange(LENGTH) % 2 == 0)
     labels = batch["input_ids"].masked_fill(~asked, -100)
@@ -82,10 +84,12 @@ def placed() -> dict[str, Tensor]:
 
 
 def pictures() -> dict[str, Tensor]:
+    """Pictures with a label each."""
     return {"pixel_values": torch.randn(BATCH, 3, 8, 8), "labels": torch.randint(3, (BATCH,))}
 
 
 def bert_config(layers: int = 1, dropout: float = 0.0, **options: Any) -> Any:
+    """A small BERT, of so many layers."""
     return transformers.BertConfig(
         **ENCODER,
         num_hidden_layers=layers,
@@ -96,14 +100,17 @@ def bert_config(layers: int = 1, dropout: float = 0.0, **options: Any) -> Any:
 
 
 def bert(**options: Any) -> nn.Module:
+    """BERT that classifies."""
     return transformers.BertForSequenceClassification(bert_config(**options))
 
 
 def blank_filling_bert(**options: Any) -> nn.Module:
+    """BERT that fills in blanks."""
     return transformers.BertForMaskedLM(bert_config(**options))
 
 
 def roberta(**options: Any) -> nn.Module:
+    """RoBERTa that classifies."""
     config = transformers.RobertaConfig(
         **ENCODER,
         num_hidden_layers=1,
@@ -115,6 +122,7 @@ def roberta(**options: Any) -> nn.Module:
 
 
 def distilbert(**options: Any) -> nn.Module:
+    """DistilBERT that classifies."""
     config = transformers.DistilBertConfig(
         **SMALL,
         dim=12,
@@ -131,6 +139,7 @@ def distilbert(**options: Any) -> nn.Module:
 
 
 def gpt2(layers: int = 1, dropout: float = 0.0, **options: Any) -> nn.Module:
+    """GPT-2 with its tied head, of so many layers."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=12,
@@ -149,6 +158,7 @@ def gpt2(layers: int = 1, dropout: float = 0.0, **options: Any) -> nn.Module:
 
 
 def llama(**options: Any) -> nn.Module:
+    """Llama with a tied head and shared keys."""
     config = transformers.LlamaConfig(
         **SMALL,
         hidden_size=12,
@@ -164,6 +174,7 @@ def llama(**options: Any) -> nn.Module:
 
 
 def vit(layers: int = 1, **options: Any) -> nn.Module:
+    """A vision transformer that classifies, of so many layers."""
     sizes = {key: value for key, value in ENCODER.items() if key not in SMALL}
     config = transformers.ViTConfig(
         **sizes,
@@ -183,3 +194,152 @@ def roused(model: nn.Module) -> nn.Module:
         for p in model.parameters():
             p.add_(0.2 * torch.randn(p.shape))
     return model
+
+
+DECODER: dict[str, Any] = {
+    **SMALL,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 10,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 12,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+TEXT = {**TOWER, **SMALL, "bos_token_id": 0, "eos_token_id": 28, "pad_token_id": 1}
+VISION = {**TOWER, "image_size": 8, "patch_size": 4}
+
+
+def electra() -> nn.Module:
+    """Electra that classifies."""
+    config = transformers.ElectraConfig(
+        **ENCODER,
+        embedding_size=8,
+        num_hidden_layers=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.ElectraForSequenceClassification(config)
+
+
+def opt() -> nn.Module:
+    """Words are narrower than the layers, so a matrix leads in and another leads out."""
+    config = transformers.OPTConfig(
+        **SMALL,
+        hidden_size=12,
+        word_embed_proj_dim=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=10,
+        dropout=0.0,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def gpt_neo() -> nn.Module:
+    """A layer that sees all words before, and one that sees three."""
+    config = transformers.GPTNeoConfig(
+        **SMALL,
+        hidden_size=12,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=3,
+        intermediate_size=10,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_dropout=0.0,
+        embed_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return transformers.GPTNeoForCausalLM(config)
+
+
+def qwen2(**options: Any) -> nn.Module:
+    """Four heads of queries on two of keys, rotary positions, RMSNorm, and the cache left on."""
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER, **options))
+
+
+def qwen3() -> nn.Module:
+    """Queries and keys are normalised too."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=4))
+
+
+def mistral() -> nn.Module:
+    """Mistral with a sliding window."""
+    config = transformers.MistralConfig(**DECODER, sliding_window=3)
+    return transformers.MistralForCausalLM(config)
+
+
+def gemma() -> nn.Module:
+    """Norms multiply by `1 + weight`, and the words are tied."""
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=4))
+
+
+def clip_text() -> nn.Module:
+    """The text tower of CLIP."""
+    config = transformers.CLIPTextConfig(**TEXT, projection_dim=3)
+    return transformers.CLIPTextModelWithProjection(config)
+
+
+def clip_vision() -> nn.Module:
+    """The vision tower of CLIP."""
+    config = transformers.CLIPVisionConfig(**VISION, projection_dim=3)
+    return transformers.CLIPVisionModelWithProjection(config)
+
+
+def clip() -> nn.Module:
+    """CLIP with both of its towers."""
+    config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=8)
+    return transformers.CLIPModel(config)
+
+
+def whisper() -> nn.Module:
+    """Two convolutions over time, then an encoder on a fixed table of sines."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=12,
+        encoder_layers=1,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=10,
+        num_mel_bins=5,
+        max_source_positions=7,
+        num_labels=3,
+        classifier_proj_size=6,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
+    )
+    return transformers.WhisperForAudioClassification(config)
+
+
+def embedding_loss(model: nn.Module) -> Loss:
+    """The embedding of a text or a picture, read as logits."""
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        found = model(**inputs)
+        embeds = found.text_embeds if "input_ids" in batch else found.image_embeds
+        return F.cross_entropy(embeds, batch["labels"], reduction="none")
+
+    return loss
+
+
+def sounds() -> dict[str, Tensor]:
+    """Spectra with a label each."""
+    return {"input_features": torch.randn(BATCH, 5, 14), "labels": torch.randint(3, (BATCH,))}
+
+
+def pairs() -> dict[str, Tensor]:
+    """Words with the picture that belongs to them."""
+    return {**words(), "pixel_values": torch.randn(BATCH, 3, 8, 8)}
+
+
+def padded_left() -> dict[str, Tensor]:
+    """The model is left to find the positions."""
+    return {key: value.flip(1) for key, value in words().items()}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -21,71 +20,6 @@ ENCODER: dict[str, Any] = {
 }
 
 Loss = Callable[[Any], Tensor]
-
-
-def classifier_loss(model: nn.Module) -> Loss:
-    """Cross-entropy of each record's label."""
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
-
-    return loss
-
-
-def causal_loss(model: nn.Module) -> Loss:
-    """The mean over a record's own next words, padding left out."""
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        logits = model(**batch).logits[:, :-1].float()
-        words, kept = batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:]
-        each = F.cross_entropy(logits.mT, words, reduction="none") * kept
-        return each.sum(1) / kept.sum(1)
-
-    return loss
-
-
-def masked_loss(model: nn.Module) -> Loss:
-    """`ignore_index` where a word is not asked for, as data collators write it."""
-
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["input_ids"], batch["attention_mask"]).logits.float()
-        return F.cross_entropy(logits.mT, batch["labels"], reduction="none").sum(1)
-
-    return loss
-
-
-def words(length: int = LENGTH) -> dict[str, Tensor]:
-    """Records of different lengths, all padded on the right."""
-    lengths = torch.arange(BATCH) % (length - 3) + 3
-    kept = (torch.arange(length) < lengths[:, None]).long()
-    ids = torch.randint(2, VOCABULARY, (BATCH, length)) * kept + (1 - kept)
-    return {"input_ids": ids, "attention_mask": kept}
-
-
-def sentences() -> dict[str, Tensor]:
-    """Words with a label for each record."""
-    return {**words(), "labels": torch.randint(3, (BATCH,))}
-
-
-def blanks() -> dict[str, Tensor]:
-    """Words of which every second is to be filled in."""
-    batch = words()
-    asked = batch["attention_mask"].bool() & (torch.arange(LENGTH) % 2 == 0)
-    labels = batch["input_ids"].masked_fill(~asked, -100)
-    return {**batch, "input_ids": batch["input_ids"].masked_fill(asked, 3), "labels": labels}
-
-
-def placed() -> dict[str, Tensor]:
-    """Padding on the left, so that positions differ from record to record."""
-    batch = {key: value.flip(1) for key, value in words().items()}
-    positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
-    return {**batch, "position_ids": positions}
-
-
-def pictures() -> dict[str, Tensor]:
-    """Pictures with a label each."""
-    return {"pixel_values": torch.randn(BATCH, 3, 8, 8), "labels": torch.randint(3, (BATCH,))}
 
 
 def bert_config(layers: int = 1, dropout: float = 0.0, **options: Any) -> Any:
@@ -318,28 +252,65 @@ def whisper() -> nn.Module:
     return transformers.WhisperForAudioClassification(config)
 
 
-def embedding_loss(model: nn.Module) -> Loss:
-    """The embedding of a text or a picture, read as logits."""
+def t5(*, tied: bool, gated: bool = False) -> nn.Module:
+    """T5, with its words as output head or with another."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=12,
+        d_kv=6,
+        d_ff=10,
+        num_layers=1,
+        num_heads=2,
+        relative_attention_num_buckets=6,
+        relative_attention_max_distance=12,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY, 12))
+    return model
 
-    def loss(batch: dict[str, Tensor]) -> Tensor:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        found = model(**inputs)
-        embeds = found.text_embeds if "input_ids" in batch else found.image_embeds
-        return F.cross_entropy(embeds, batch["labels"], reduction="none")
 
-    return loss
+def deberta(**options: Any) -> nn.Module:
+    """Relative positions are layer-normed, projected as the words are, and met only then."""
+    config = transformers.DebertaV2Config(
+        **ENCODER,
+        num_hidden_layers=1,
+        relative_attention=True,
+        position_buckets=4,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        type_vocab_size=0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **options,
+    )
+    return transformers.DebertaV2ForSequenceClassification(config)
 
 
-def sounds() -> dict[str, Tensor]:
-    """Spectra with a label each."""
-    return {"input_features": torch.randn(BATCH, 5, 14), "labels": torch.randint(3, (BATCH,))}
+def swin() -> nn.Module:
+    """A block with windows, one with shifted windows, and a coarser stage."""
+    config = transformers.SwinConfig(
+        image_size=8,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 1],
+        num_heads=[2, 2],
+        window_size=2,
+        mlp_ratio=2.0,
+        num_labels=3,
+        drop_path_rate=0.0,
+    )
+    return transformers.SwinForImageClassification(config)
 
 
-def pairs() -> dict[str, Tensor]:
-    """Words with the picture that belongs to them."""
-    return {**words(), "pixel_values": torch.randn(BATCH, 3, 8, 8)}
-
-
-def padded_left() -> dict[str, Tensor]:
-    """The model is left to find the positions."""
-    return {key: value.flip(1) for key, value in words().items()}
+def convnext() -> nn.Module:
+    """ConvNeXt that classifies."""
+    config = transformers.ConvNextConfig(
+        patch_size=2, num_stages=2, hidden_sizes=[6, 8], depths=[1, 1], num_labels=3
+    )
+    return transformers.ConvNextForImageClassification(config)

@@ -19,6 +19,7 @@ from hushgrad.noise import Noise, release
 from hushgrad.noise import release as real_release
 from hushgrad.run.plan import Plan
 from hushgrad.types import Bounded, Released
+from zoo.small import from_seed
 
 RECORDS, FEATURES = 60, 5
 Gradient = dict[str, Tensor]
@@ -30,10 +31,7 @@ def data(records: int = RECORDS, seed: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def model(dropout: float = 0.0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        parts = [nn.Linear(FEATURES, 4), nn.Tanh(), nn.Dropout(dropout), nn.Linear(4, 2)]
-        return nn.Sequential(*parts).double()
+    return from_seed(FEATURES, 4, 2, dropout=dropout).double()
 
 
 def loss_of(net: nn.Module) -> Any:

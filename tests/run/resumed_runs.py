@@ -6,22 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from small_runs import data
 from torch import Tensor, nn
 
 import hushgrad as hg
 from hushgrad import Rng
 
-RECORDS, STEPS = 400, 10
-
-
-def data() -> tuple[Tensor, Tensor]:
-    x = torch.randn(RECORDS, 6, generator=torch.Generator().manual_seed(5))
-    return x, (x[:, 0] + 0.3 * x[:, 1] > 0).long()
-
-
-def small_plan(**changes) -> hg.Plan:
-    options = {"records": RECORDS, "batch": 40, "epochs": 1, "delta": 1e-4, "noise_multiplier": 1.0}
-    return hg.plan(**(options | changes))
+STEPS = 10
 
 
 class Trainer:

@@ -12,6 +12,7 @@ import hushgrad as hg
 from hushgrad import Execution, Rng
 from hushgrad.clipping.rules import Clip
 from hushgrad.run.metrics import Metrics
+from zoo.small import from_seed
 
 RECORDS, BATCH, STEPS = 64, 16, 8
 
@@ -22,9 +23,7 @@ def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    return from_seed(6, 8, 2).to(dtype)
 
 
 def loss_of(net: nn.Module) -> Callable[[tuple[Tensor, Tensor]], Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import hushgrad as hg
 from hushgrad import Rng
 from hushgrad.run.plan import Plan
+from zoo.small import from_seed
 
 RECORDS = 400
 
@@ -19,9 +20,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return from_seed(6, 8, 2)
 
 
 def loss_of(net: nn.Module):

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from resumed_runs import RECORDS, STEPS, Trainer, data, small_plan
+from resumed_runs import STEPS, Trainer
 from scipy import stats
+from small_runs import RECORDS, data, small_plan
 from torch import nn
 
 import hushgrad as hg

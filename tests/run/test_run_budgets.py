@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from resumed_runs import Trainer, data, small_plan
+from resumed_runs import Trainer
+from small_runs import data, small_plan
 
 from hushgrad import Refused, Rng
 from hushgrad.ledger import Ledger

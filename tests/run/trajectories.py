@@ -14,6 +14,7 @@ import hushgrad as hg
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Clip, automatic, normalize
 from hushgrad.rng import Label, Rng
+from zoo.small import from_seed
 
 RECORDS, BATCH, STEPS = 64, 16, 8
 AUTO = {"AUTO-V": normalize, "AUTO-S": lambda clip_norm: automatic(clip_norm=clip_norm)}
@@ -46,10 +47,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def model(*, bias: bool = True) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        first, second = nn.Linear(6, 8, bias=bias), nn.Linear(8, 3, bias=bias)
-        return nn.Sequential(first, nn.Tanh(), second).double()
+    return from_seed(6, 8, 3, bias=bias).double()
 
 
 # Each is certified once: a run starts by putting the first values back.

@@ -22,7 +22,7 @@ MEETING = "depends on other records"
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_branch_on_the_sign_of_a_sum_over_the_batch(sign: float) -> None:
     """Where all records have one sign, only a loud record of the other turns it."""
-    model = mlp()
+    model = mlp(5, 7, 3)
 
     def loss(x: Tensor) -> Tensor:
         return model(x).square().sum(1) * (2.0 if x.sum() > 0 else 1.0)
@@ -35,7 +35,7 @@ def test_a_branch_on_the_sign_of_a_sum_over_the_batch(sign: float) -> None:
 @pytest.mark.parametrize("strength", [1e-14, 0.0])
 def test_a_coupling_too_weak_for_any_loud_record(strength: float) -> None:
     """A record of 1e30 would still move the others, and one that is nan would, at no strength."""
-    model = mlp()
+    model = mlp(5, 7, 3)
 
     def loss(x: Tensor) -> Tensor:
         h = model[0](x)
@@ -47,7 +47,7 @@ def test_a_coupling_too_weak_for_any_loud_record(strength: float) -> None:
 
 def test_a_mask_that_is_dropped_where_no_record_needs_it() -> None:
     """All records of the first batch are full; the first that is not would move all others."""
-    model = mlp()
+    model = mlp(5, 7, 3)
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         x, mask = batch
@@ -66,7 +66,7 @@ def test_where_others_move_only_the_last_bits_each_record_is_run_by_itself(
 ) -> None:
     """Where a record stands in a sorted batch moves its rounding, which no bound covers."""
     said = re.compile(r"if only by rounding|other last bits")
-    model = mlp().double()
+    model = mlp(5, 7, 3).double()
 
     def loss(x: Tensor) -> Tensor:
         return model(x).square().sum(1) + 1e-13 * (x > 0).double().sum()

@@ -18,6 +18,8 @@ import hushgrad as hg
 from hushgrad.gradients import Gradients, auto, compiled, difference, per_sample, traced
 from hushgrad.gradients.factors import slots
 from hushgrad.run.step import clipped_sum
+from zoo.small import TiedWords, mlp
+from zoo.vision import small_cnn
 
 # The package's attribute of that name is the form.
 MODULE = importlib.import_module("hushgrad.gradients.forms.compiled")
@@ -26,27 +28,9 @@ Loss = Callable[[Tensor], Tensor]
 TURNS = torch.arange(64)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.norm(self.table(ids)), self.table.weight).mean(1)
-
-
-def cnn() -> nn.Module:
-    layers = (nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Flatten())
-    return nn.Sequential(*layers, nn.Dropout(0.3), nn.Linear(8 * 16, 3))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "cnn with dropout": (cnn, lambda: torch.randn(32, 3, 6, 6)),
-    "tied": (Tied, lambda: torch.randint(11, (32, 4))),
+    "cnn with dropout": (small_cnn, lambda: torch.randn(32, 3, 6, 6)),
+    "tied": (TiedWords, lambda: torch.randint(11, (32, 4))),
     "normed weight": (
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
         lambda: torch.randn(32, 5),
@@ -55,7 +39,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True),
         lambda: torch.randn(32, 5, 8),
     ),
-    "mlp": (mlp, lambda: torch.randn(32, 5)),
+    "mlp": (lambda: mlp(5, 7, 3), lambda: torch.randn(32, 5)),
 }
 
 
@@ -124,7 +108,7 @@ def test_a_recorded_pass_is_the_traced_one(name: str, replayed: list[int]) -> No
 
 
 def test_records_that_are_not_finite_contribute_nothing(replayed: list[int]) -> None:
-    model, batch = mlp(), torch.randn(9, 5)
+    model, batch = mlp(5, 7, 3), torch.randn(9, 5)
     batch[4] = torch.nan
     plain, found = both(model, batch)
     assert found.form == "compiled"
@@ -139,7 +123,7 @@ def test_records_that_are_not_finite_contribute_nothing(replayed: list[int]) -> 
 def test_a_lambda_made_anew_compiles_once_and_a_changed_number_is_not_missed(
     replayed: list[int],
 ) -> None:
-    model, batch = mlp(), torch.randn(8, 5)
+    model, batch = mlp(5, 7, 3), torch.randn(8, 5)
     params, execution = private(model), hg.Execution(compile=True)
 
     def norms(scale: float) -> dict[str, Tensor]:
@@ -157,7 +141,7 @@ def test_a_lambda_made_anew_compiles_once_and_a_changed_number_is_not_missed(
 
 
 def test_batches_of_many_sizes_need_few_programs(replayed: list[int]) -> None:
-    model = mlp()
+    model = mlp(5, 7, 3)
     loss, params, execution = loss_of(model), private(model), hg.Execution(compile=True)
     for size in (256, 250, 262, 241, 270, 259, 245):
         batch = torch.randn(size, 5)
@@ -175,7 +159,7 @@ def test_a_record_keeps_its_bits_beside_other_records(monkeypatch: pytest.Monkey
         "arranged",
         lambda drawn, m, period: arranged(TURNS[: len(drawn)] % period, m, period),
     )
-    model, everyone = mlp(), torch.randn(64, 5)
+    model, everyone = mlp(5, 7, 3), torch.randn(64, 5)
     loss, params = loss_of(model), private(model)
 
     def norms(batch: Tensor) -> dict[str, Tensor]:
@@ -213,7 +197,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_break_in_the_graph_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    model = mlp()
+    model = mlp(5, 7, 3)
 
     def loss(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -249,7 +233,7 @@ def test_without_a_compiler_the_operations_are_replayed(
         raise RuntimeError("no C++ compiler\nand more")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", no_compiler)
-    model = mlp()
+    model = mlp(5, 7, 3)
     (line,) = fell_back(model, loss_of(model), torch.randn(8, 5), caplog)
     assert line.endswith("no machine code, RuntimeError: no C++ compiler")
 
@@ -277,7 +261,7 @@ def test_a_wrong_program_is_found_out(
         return run
 
     monkeypatch.setattr(MODULE, "_machine_code", broken)
-    model = mlp()
+    model = mlp(5, 7, 3)
     (line,) = fell_back(model, loss_of(model), torch.randn(64, 5), caplog)
     assert line.startswith("not compiled:")
 
@@ -285,7 +269,7 @@ def test_a_wrong_program_is_found_out(
 def test_a_program_that_goes_wrong_later_gives_way(
     replayed: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = mlp(), torch.randn(8, 5)
+    model, batch = mlp(5, 7, 3), torch.randn(8, 5)
     loss, params, execution = loss_of(model), private(model), hg.Execution(compile=True)
     assert execution.gradients(loss, params, batch, (model,)).form == "compiled"
     run = MODULE._Program.run
@@ -317,7 +301,7 @@ def test_lower_precision_of_products_does_not_reach_the_norms(replayed: list[int
 
 
 def test_autocast_is_recorded_with_the_pass(replayed: list[int]) -> None:
-    model, batch = mlp(), torch.randn(9, 5)
+    model, batch = mlp(5, 7, 3), torch.randn(9, 5)
     with torch.autocast("cpu", torch.bfloat16):
         plain, found = both(model, batch)
     assert_alike(plain, found, 1e-3)
@@ -343,7 +327,7 @@ def test_a_run_trains_alike(replayed: list[int]) -> None:
 
     def trained(execution: hg.Execution) -> list[Tensor]:
         torch.manual_seed(0)
-        model = mlp()
+        model = mlp(5, 7, 3)
         plan = hg.plan(records=64, batch=16, epochs=2, delta=1e-3, noise_multiplier=1.0)
         optimizer, rng = torch.optim.SGD(model.parameters(), lr=0.5), hg.Rng.fixed(1)
         run = hg.train(model, optimizer, data, plan=plan, rng=rng, execution=execution)

@@ -46,7 +46,7 @@ def test_a_hook_that_comes_later_is_not_missed(
     hook: Callable[[nn.Module], Any], replayed: None
 ) -> None:
     """Also where the modules are not named; `torch.compile` by itself looks at hooks once."""
-    model, batch = mlp(), torch.randn(16, 5)
+    model, batch = mlp(5, 7, 3), torch.randn(16, 5)
 
     def norms(form: Any) -> Gradients:
         return per_sample(squared(model), private(model), batch, form=form)
@@ -65,7 +65,7 @@ def test_a_hook_that_comes_later_is_not_missed(
 def test_a_proof_that_was_interrupted_is_made_again(
     replayed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = mlp()
+    model = mlp(5, 7, 3)
     loss, params = squared(model), private(model)
     assert per_sample(loss, params, torch.randn(32, 5), form=FORMS).form == "compiled"
     larger, asked = torch.randn(64, 5), []
@@ -82,7 +82,7 @@ def test_a_proof_that_was_interrupted_is_made_again(
 
 
 def test_more_sizes_than_torch_compiles_by_default(replayed: None) -> None:
-    model = mlp()
+    model = mlp(5, 7, 3)
     loss, params = squared(model), private(model)
     sizes = [767, *range(480, 770, 32)]
     forms = {per_sample(loss, params, torch.randn(n, 5), form=FORMS).form for n in sizes}
@@ -91,7 +91,7 @@ def test_more_sizes_than_torch_compiles_by_default(replayed: None) -> None:
 
 def models(form: Any) -> Iterator[weakref.ref[nn.Module]]:
     for _ in range(2):
-        model = mlp()
+        model = mlp(5, 7, 3)
         yield weakref.ref(model)
         loss = squared(model)
         per_sample(loss, private(model), torch.randn(16, 5), form=form, modules=(model,))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compare import private
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -18,24 +17,9 @@ from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.forms.recomputed import Recomputed
 from hushgrad.run.step import clipped_sum
 from hushgrad.types import Refused
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.norm(self.table(ids)), self.table.weight).mean(1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+from zoo.sequences import LastStep
+from zoo.small import TiedWords
+from zoo.vision import small_cnn
 
 
 class TwiceCheckpointed(nn.Module):
@@ -52,19 +36,14 @@ class TwiceCheckpointed(nn.Module):
         return h
 
 
-def cnn() -> nn.Module:
-    layers = (nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Flatten())
-    return nn.Sequential(*layers, nn.Dropout(0.3), nn.Linear(8 * 16, 3))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "cnn with dropout": (cnn, lambda: torch.randn(9, 3, 6, 6)),
-    "tied": (Tied, lambda: torch.randint(11, (9, 4))),
+    "cnn with dropout": (small_cnn, lambda: torch.randn(9, 3, 6, 6)),
+    "tied": (TiedWords, lambda: torch.randint(11, (9, 4))),
     "normed weight": (
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
         lambda: torch.randn(9, 5),
     ),
-    "lstm": (Recurrent, lambda: torch.randn(9, 7, 5)),
+    "lstm": (lambda: LastStep(5, 6, 3), lambda: torch.randn(9, 7, 5)),
     "checkpointed": (lambda: TwiceCheckpointed(reentrant=False), lambda: torch.randn(9, 5)),
 }
 

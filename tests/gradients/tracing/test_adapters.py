@@ -13,18 +13,8 @@ from torch import nn
 
 from hushgrad import doctor
 from hushgrad.gradients import auto, per_sample, traced
-from zoo.hugging_face import (
-    Loss,
-    bert,
-    causal_loss,
-    classifier_loss,
-    pictures,
-    qwen2,
-    roused,
-    sentences,
-    vit,
-    words,
-)
+from zoo.hugging_face import Loss, bert, qwen2, roused, vit
+from zoo.tasks import causal_loss, classifier_loss, pictures, sentences, words
 
 peft = pytest.importorskip("peft")
 

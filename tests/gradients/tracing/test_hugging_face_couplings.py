@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hushgrad.gradients import auto, certificate_for, per_sample, traced
 from hushgrad.types import Refused
-from zoo.hugging_face import VOCABULARY, Loss, causal_loss, clip, pairs, qwen2, roused, words
+from zoo.hugging_face import VOCABULARY, Loss, clip, qwen2, roused
+from zoo.tasks import causal_loss, pairs, words
 
 WRITTEN = {"*norm*": "materialised", "*.bias": "materialised"}
 AS_FACTORS: Forms = {**WRITTEN, "*.weight": "Gram"}

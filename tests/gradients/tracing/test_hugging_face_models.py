@@ -17,19 +17,21 @@ from zoo.hugging_face import (
     Loss,
     bert,
     blank_filling_bert,
-    blanks,
-    causal_loss,
-    classifier_loss,
     distilbert,
     gpt2,
     llama,
+    roberta,
+    roused,
+    vit,
+)
+from zoo.tasks import (
+    blanks,
+    causal_loss,
+    classifier_loss,
     masked_loss,
     pictures,
     placed,
-    roberta,
-    roused,
     sentences,
-    vit,
     words,
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collated import LENGTHS, PAIRS, TEXTS, WORDS, N, X, augmented, first_batch, fixed
+from collated import LENGTHS, LONGEST, PAIRS, TEXTS, WORDS, N, X, augmented, first_batch, fixed
 from torch import Tensor
 from torch.utils.data import default_collate
 

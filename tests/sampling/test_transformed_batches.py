@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from collated import WORDS, N, first_batch, fixed, longest, right_aligned
+from collated import LONGEST, WORDS, N, first_batch, fixed, longest, right_aligned
 from torch import Tensor
 
 from hushgrad.types import Refused

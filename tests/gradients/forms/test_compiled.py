@@ -309,7 +309,7 @@ def test_autocast_is_recorded_with_the_pass(replayed: list[int]) -> None:
 
 
 def test_differences_of_compiled_gradients_are_those_of_traced_ones(replayed: list[int]) -> None:
-    model, batch = Tied(), torch.randint(11, (9, 4))
+    model, batch = TiedWords(), torch.randint(11, (9, 4))
     before = both(model, batch)
     with torch.no_grad():
         for p in model.parameters():

@@ -102,7 +102,7 @@ def test_a_parameter_that_comes_back_twice_is_left_to_the_fast_form() -> None:
 
 
 def test_a_step_runs_in_it_with_a_loss_scale_and_a_bad_record() -> None:
-    model = cnn().eval()
+    model = small_cnn().eval()
     loss, params, batch = loss_of(model), private(model), torch.randn(9, 3, 6, 6)
     batch[4] = torch.nan
     plain = clipped_sum(loss, params, batch, modules=(model,))

@@ -124,7 +124,7 @@ def test_any_function_keeps_the_stated_bound(name: str, rows: list[list[float]])
 
 @pytest.mark.parametrize("name", [*HOSTILE, "exponential"])
 @given(rows=norm_tables())
-def test_mates_change_nothing(name: str, rows: list[list[float]]) -> None:
+def test_other_records_change_no_weight(name: str, rows: list[list[float]]) -> None:
     clip = custom((HOSTILE | {"exponential": lambda n: (-n).exp()})[name], bound=1.0)
     norms = torch.tensor(rows, dtype=torch.float64) + 1e-3
     together, turned = clip.weights(norms), clip.weights(norms.flip(0)).flip(0)

@@ -113,7 +113,7 @@ def test_the_bound_is_tight() -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
 @pytest.mark.parametrize("size", [1, 3, 8, 9, 17, 40])
-def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int, form: Form) -> None:
+def test_a_record_keeps_its_bits_beside_other_records(size: int, form: Form) -> None:
     """Norm and contribution of one record, as others are removed, replaced and shifted."""
     own = records(1, seed=5)
     reference = None

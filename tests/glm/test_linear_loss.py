@@ -108,7 +108,7 @@ def test_what_is_changed_later_is_refused_too() -> None:
 @pytest.mark.parametrize("loss", [logistic(), multinomial()], ids=repr)
 @pytest.mark.parametrize("size", [1, 7, 24, 60, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_records_bits_do_not_depend_on_its_mates(loss, size: int, dtype: torch.dtype) -> None:
+def test_a_record_keeps_its_bits_beside_other_records(loss, size: int, dtype: torch.dtype) -> None:
     model, params, (x, y) = problem(loss, records=1000)
     model.to(dtype)
     x = x.to(dtype)

@@ -74,7 +74,7 @@ def test_checkpointed_dropout_draws_its_mask_again(reentrant: bool) -> None:
 
 
 @REENTRANT
-def test_a_checkpointed_block_that_is_frozen(reentrant: bool) -> None:
+def test_a_checkpointed_block_that_is_frozen_is_exact(reentrant: bool) -> None:
     model = Checkpointed(reentrant)
     for p in (*model.inner.parameters(), *model.norm.parameters(), model.shared):
         p.requires_grad_(False)

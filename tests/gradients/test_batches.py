@@ -53,7 +53,7 @@ def test_an_empty_batch_has_sums_in_a_wide_type(form: Form, dtype: torch.dtype) 
 
 
 @FORMS
-def test_an_empty_batch_between_others(form: Form) -> None:
+def test_an_empty_batch_between_others_changes_nothing(form: Form) -> None:
     model = perceptron()
     for size in (5, 0, 3, 0):
         batch = torch.randn(size, 3)
@@ -64,7 +64,7 @@ def test_an_empty_batch_between_others(form: Form) -> None:
 
 
 @FORMS
-def test_a_batch_of_one(form: Form) -> None:
+def test_a_batch_of_one_is_exact(form: Form) -> None:
     model = perceptron()
     for _ in range(4):
         check(loss_of(model), model, torch.randn(1, 3), form=form)
@@ -85,12 +85,12 @@ STRIDED: dict[str, Callable[[], Tensor]] = {
 
 @FORMS
 @pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
-def test_inputs_that_are_not_contiguous(make: Callable[[], Tensor], form: Form) -> None:
+def test_inputs_that_are_not_contiguous_are_exact(make: Callable[[], Tensor], form: Form) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     check(loss_of(model), model, make(), form=form)
 
 
-def test_pictures_with_channels_last() -> None:
+def test_pictures_with_channels_last_are_exact() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2))
     model.to(memory_format=torch.channels_last)
     batch = torch.randn(5, 3, 5, 5).to(memory_format=torch.channels_last)
@@ -136,7 +136,9 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any
 
 @FORMS
 @pytest.mark.parametrize(("wrap", "read"), STRUCTURES.values(), ids=STRUCTURES)
-def test_structures(wrap: Callable[..., Any], read: Callable[[Any], Any], form: Form) -> None:
+def test_every_structure_of_a_batch_is_exact(
+    wrap: Callable[..., Any], read: Callable[[Any], Any], form: Form
+) -> None:
     model = perceptron()
 
     def loss(batch: Any) -> Tensor:
@@ -163,7 +165,7 @@ class Several(nn.Module):
 
 
 @FORMS
-def test_several_inputs_and_outputs(form: Form) -> None:
+def test_several_inputs_and_outputs_are_exact(form: Form) -> None:
     model = Several()
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -174,7 +176,7 @@ def test_several_inputs_and_outputs(form: Form) -> None:
 
 
 @pytest.mark.parametrize("use", ["norms", "sums", "scaled", "added"])
-def test_a_batch_that_is_written_before_its_gradients_are_used(use: str) -> None:
+def test_a_batch_written_before_its_gradients_are_used_is_refused(use: str) -> None:
     """A loader may reuse its buffer: norms of one batch would clip another."""
     layer, batch = nn.Linear(16, 16), torch.randn(8, 16)  # eight rows as they are, not copied
     found = per_sample(lambda x: layer(x).square().sum(1), private(layer), batch)

@@ -210,7 +210,7 @@ def devices() -> Iterator[str]:
 
 @FORMS
 @pytest.mark.parametrize("device", [*devices()])
-def test_devices(device: str, form: Form) -> None:
+def test_sums_stay_on_the_models_device(device: str, form: Form) -> None:
     model, batch = Everyday().to(device), torch.randint(7, (5, 3), device=device)
     want = expected(loss_of(lambda i: model(i).cpu()), private(model), batch)
     gradients = per_sample(

@@ -17,7 +17,7 @@ from hushgrad.gradients import auto, check_optimizer, dense, loop, per_sample
 FORMS = pytest.mark.parametrize("form", [auto, dense, loop], ids=["auto", "dense", "loop"])
 
 
-def test_an_optimizer_with_a_tensor_that_is_neither_private_nor_frozen() -> None:
+def test_an_optimizer_with_a_tensor_neither_private_nor_frozen_is_refused() -> None:
     layer, other = nn.Linear(3, 5), nn.Parameter(torch.zeros(2, 7))
     groups = [{"params": [layer.weight]}, {"params": [layer.bias, other]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -31,7 +31,7 @@ def test_an_optimizer_with_a_tensor_that_is_neither_private_nor_frozen() -> None
 
 
 @FORMS
-def test_a_parameter_on_no_path(form: Any) -> None:
+def test_a_parameter_on_no_path_is_refused_unless_named_idle(form: Any) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 5), "spare": nn.Linear(2, 2, bias=False)})
     loss = squared(model["used"])
     batch = torch.randn(8, 3)
@@ -45,7 +45,7 @@ def test_a_parameter_on_no_path(form: Any) -> None:
 
 @FORMS
 @pytest.mark.parametrize("watched", [True, False], ids=["modules", "closure"])
-def test_a_parameter_outside_the_set(watched: bool, form: Any) -> None:
+def test_a_trained_parameter_outside_the_set_is_refused(watched: bool, form: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     modules = (model,) if watched else ()
     with pytest.raises(Refused, match="not among the private parameters; add it to params"):
@@ -54,7 +54,7 @@ def test_a_parameter_outside_the_set(watched: bool, form: Any) -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["modules", "closure"])
-def test_a_parameter_that_is_unfrozen_later(watched: bool) -> None:
+def test_a_parameter_that_is_unfrozen_later_is_refused(watched: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).requires_grad_(False))
     params, modules = private(model[0]), (model,) if watched else ()
     for _ in range(4):
@@ -109,7 +109,7 @@ def _hooked_after() -> dict[str, nn.Parameter]:
         (_hooked_after, "parameter w has a gradient hook.*remove the hook"),
     ],
 )
-def test_parameters_that_cannot_be_private(
+def test_parameters_that_cannot_be_private_are_refused(
     make: Callable[[], dict[str, nn.Parameter]], message: str, form: Any
 ) -> None:
     params = make()

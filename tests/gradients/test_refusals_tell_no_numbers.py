@@ -99,7 +99,7 @@ BAD: dict[str, Callable[[nn.Module], Callable[[Any], Any]]] = {
     "a fixed size": lambda net: lambda b: entropy(net, b[0].reshape(16, -1), b[1]),
     "labels of another batch": lambda net: lambda b: entropy(net, b[0], torch.zeros(9).long()),
     "transposed": lambda net: lambda b: net(b[0]).t() @ torch.ones(7),
-    "out of sight": lambda net: lambda b: kernel(b[0], net.first.weight).sum(1),
+    "not intercepted": lambda net: lambda b: kernel(b[0], net.first.weight).sum(1),
     "mixed by a product": lambda net: lambda b: (b[0] @ b[0].t() @ net(b[0])).sum(1),
 }
 

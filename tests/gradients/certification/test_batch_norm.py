@@ -27,7 +27,7 @@ FORMS = pytest.mark.parametrize("form", [auto, dense, loop], ids=["auto", "dense
     ],
     ids=["affine", "bare", "sync"],
 )
-def test_batch_norm_in_training_mode(norm: nn.Module, name: str, form: Any) -> None:
+def test_batch_norm_in_training_mode_is_refused(norm: nn.Module, name: str, form: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), norm)
     message = f"{name} in training mode.*normalises each record by the others.*replace_batchnorm"
     with pytest.raises(Refused, match=message):
@@ -36,7 +36,9 @@ def test_batch_norm_in_training_mode(norm: nn.Module, name: str, form: Any) -> N
 
 @FORMS
 @pytest.mark.parametrize("modules", [True, False])
-def test_batch_norm_without_statistics_couples_in_eval_too(modules: bool, form: Any) -> None:
+def test_batch_norm_without_statistics_is_refused_in_eval_mode_too(
+    modules: bool, form: Any
+) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
     with pytest.raises(Refused, match=r"BatchNorm|batch_norm"):
         per_sample(
@@ -49,7 +51,7 @@ def test_batch_norm_without_statistics_couples_in_eval_too(modules: bool, form: 
 
 
 @FORMS
-def test_functional_batch_norm(form: Any) -> None:
+def test_functional_batch_norm_is_refused(form: Any) -> None:
     layer, scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
     params = {**private(layer), "scale": scale}
 

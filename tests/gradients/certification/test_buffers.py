@@ -62,7 +62,7 @@ WRITES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 
 @FORMS
 @pytest.mark.parametrize(("write", "name"), WRITES.values(), ids=WRITES)
-def test_a_buffer_that_holds_records(
+def test_a_buffer_that_holds_records_is_refused(
     write: Callable[[Any, Tensor], None], name: str, form: Any
 ) -> None:
     model = Writes(write)
@@ -75,13 +75,13 @@ def test_a_buffer_that_holds_records(
     assert int(model.count) == 0
 
 
-def test_a_buffer_that_holds_records_which_are_all_alike() -> None:
+def test_a_buffer_that_holds_records_which_are_all_alike_is_refused() -> None:
     model = Writes(WRITES["in place"][0])
     with pytest.raises(Refused, match="forward pass wrote seen"):
         per_sample(squared(model), private(model), torch.ones(8, 3), modules=(model,))
 
 
-def test_a_buffer_that_is_written_later() -> None:
+def test_a_buffer_that_is_written_later_is_refused() -> None:
     wait = {"calls": 0}
 
     def write(m: Any, x: Tensor) -> None:
@@ -97,7 +97,7 @@ def test_a_buffer_that_is_written_later() -> None:
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
-def test_instance_norm_that_tracks_statistics(name: str) -> None:
+def test_instance_norm_that_tracks_statistics_is_refused(name: str) -> None:
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True))
     with pytest.raises(Refused, match=r"forward pass wrote 1.running_.*track_running_stats=False"):
         per_sample(squared(model), private(model), torch.randn(8, 2, 9), modules=(model,))
@@ -186,7 +186,7 @@ class Observing(nn.Module):
 
 
 @pytest.mark.parametrize("form", [traced, loop], ids=str)
-def test_a_buffer_that_only_rare_records_write(form: Any) -> None:
+def test_what_rare_records_write_to_a_buffer_is_undone(form: Any) -> None:
     model = Observing()
 
     def loss(x: Tensor) -> Tensor:

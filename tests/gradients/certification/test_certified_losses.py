@@ -126,7 +126,7 @@ def test_a_weight_in_the_loss_that_varies_is_exact() -> None:
         check(lambda x, w=weight: w * weigh(model(x)), model, batch)
 
 
-def test_a_loss_that_calls_itself() -> None:
+def test_a_loss_that_calls_itself_is_exact() -> None:
     model = perceptron()
 
     def loss(batch: Any) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_loss_that_calls_itself() -> None:
     check(loss, model, {"x": torch.randn(5, 3)})
 
 
-def test_a_loss_that_closes_over_a_name_without_a_value() -> None:
+def test_a_loss_that_closes_over_a_name_without_a_value_is_exact() -> None:
     model = perceptron()
 
     def make() -> Callable[[Tensor], Tensor]:
@@ -149,7 +149,7 @@ def test_a_loss_that_closes_over_a_name_without_a_value() -> None:
     check(make(), model, torch.randn(5, 3))
 
 
-def test_a_loss_that_differentiates() -> None:
+def test_a_loss_that_differentiates_is_exact() -> None:
     """An adversarial step inside the loss."""
     layer = nn.Linear(4, 1)
 
@@ -161,7 +161,7 @@ def test_a_loss_that_differentiates() -> None:
     check(loss, layer, torch.randn(9, 4), form=[traced, loop])
 
 
-def test_a_scripted_module() -> None:
+def test_a_scripted_module_is_certified() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
     found = per_sample(
         lambda x: model(x).square().sum(1), private(model), torch.randn(9, 4), modules=(model,)

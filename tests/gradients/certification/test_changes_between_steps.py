@@ -27,7 +27,7 @@ def test_freezing_a_layer_certifies_anew(form: Form, certifications: list[Any]) 
 
 
 @FORMS
-def test_a_parameter_that_is_frozen_later_but_still_named(form: Form) -> None:
+def test_a_parameter_that_is_frozen_later_but_still_named_is_refused(form: Form) -> None:
     model, batch = perceptron(), torch.randn(5, 3)
     params = private(model)
     for _ in range(3):
@@ -79,7 +79,7 @@ class Skips(nn.Module):
     ("pattern", "form"),
     [("10101010", traced), ("11101110", traced), ("01110", traced), ("101", dense), ("101", loop)],
 )
-def test_a_layer_that_is_skipped_at_some_steps(pattern: str, form: Form) -> None:
+def test_a_layer_that_is_skipped_at_some_steps_is_exact(pattern: str, form: Form) -> None:
     model = Skips()
     idle = ("middle.weight", "middle.bias")
     for on in pattern:
@@ -89,7 +89,7 @@ def test_a_layer_that_is_skipped_at_some_steps(pattern: str, form: Form) -> None
 
 
 @pytest.mark.parametrize("pattern", ["1100", "1110", "0001"])
-def test_a_flag_that_comes_with_the_batch(pattern: str) -> None:
+def test_a_flag_that_comes_with_the_batch_is_exact(pattern: str) -> None:
     """Every record carries it, and the model reads the first record's."""
     model = Skips()
 

@@ -56,7 +56,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_mixing_at_rare_draws(draw: Callable[[], Any]) -> None:
+def test_mixing_at_rare_draws_is_refused(draw: Callable[[], Any]) -> None:
     layer, loss = centred_if(draw)
     with pytest.raises(Refused, match=MEETING):
         per_sample(loss, private(layer), torch.randn(16, 4))
@@ -89,7 +89,7 @@ class Holds(nn.Module):
 
 
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_generator_of_the_model(uses: bool) -> None:
+def test_a_generator_of_the_model_is_refused_where_it_couples(uses: bool) -> None:
     model = Holds(uses)
     args = (lambda x: model(x).square().sum(1), private(model), torch.randn(16, 4))
     if not uses:

@@ -40,13 +40,13 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_mixing_in_some_random_draws_only(draw: Callable[[], Tensor]) -> None:
+def test_mixing_in_some_random_draws_is_refused(draw: Callable[[], Tensor]) -> None:
     model = Sometimes(draw)
     with pytest.raises(Refused, match=MEETING):
         per_sample(lambda x: (model(x) - 1).square(), private(model), torch.randn(16, 4))
 
 
-def test_noise_scaled_by_the_batch() -> None:
+def test_noise_scaled_by_the_batch_is_refused() -> None:
     layer = nn.Linear(4, 1)
 
     def loss(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_draws_are_the_quantile_asked_for(quantile: float) -> None:
         assert neutral.drew
 
 
-def test_time_steps_drawn_for_each_record() -> None:
+def test_time_steps_drawn_for_each_record_are_allowed() -> None:
     """As diffusion models draw them."""
     layer = nn.Linear(4, 4)
 

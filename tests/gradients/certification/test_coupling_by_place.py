@@ -47,13 +47,13 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("size", [8, 16, 24])
 @pytest.mark.parametrize("mix", PLACES.values(), ids=PLACES)
-def test_mixing_by_place(mix: Callable[[Tensor], Tensor], size: int) -> None:
+def test_mixing_by_place_is_refused(mix: Callable[[Tensor], Tensor], size: int) -> None:
     layer = nn.Linear(3, 5)
     with pytest.raises(Refused, match=MEETING):
         per_sample(lambda x: layer(mix(x)).square().sum(1), private(layer), torch.randn(size, 3))
 
 
-def test_mixing_at_a_size_between_those_that_were_tested() -> None:
+def test_mixing_at_a_size_between_those_tested_is_refused() -> None:
     layer = nn.Linear(3, 5)
 
     def step(size: int) -> None:
@@ -84,7 +84,7 @@ def test_probes_have_no_period(count: int) -> None:
             assert any(bool((k.roll(shift) & ~k).any()) for k in kinds), (size, shift)
 
 
-def test_a_watched_value_that_depends_on_a_record_half_of_the_batch_away() -> None:
+def test_a_watched_value_that_depends_on_a_record_far_away_is_refused() -> None:
     x = torch.randn(32, 3)
     with pytest.raises(Refused, match="depends on its own record alone"):
         observe(lambda b: (b + b.roll(len(b) // 2, 0)).sum(1), x, test=True)

@@ -36,7 +36,9 @@ HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 @pytest.mark.parametrize("bounded", [True, False], ids=["cross entropy", "squares"])
-def test_a_hook_that_mixes_gradients(hook: Callable[[Tensor], Tensor], bounded: bool) -> None:
+def test_a_hook_that_mixes_gradients_is_refused(
+    hook: Callable[[Tensor], Tensor], bounded: bool
+) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -53,7 +55,7 @@ def test_a_hook_that_mixes_gradients(hook: Callable[[Tensor], Tensor], bounded: 
         per_sample(loss, private(model), batch, form=traced)
 
 
-def test_a_function_that_clips_the_batch_on_the_way_back() -> None:
+def test_a_function_that_clips_the_batch_on_the_way_back_is_refused() -> None:
     layer = nn.Linear(3, 5)
 
     class Clip(torch.autograd.Function):

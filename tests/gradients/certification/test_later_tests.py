@@ -114,7 +114,9 @@ LATER: dict[str, tuple[Callable[[Keeps, Tensor], object], str]] = {
 
 
 @pytest.mark.parametrize(("write", "name"), LATER.values(), ids=LATER)
-def test_a_write_between_two_tests(write: Callable[[Keeps, Tensor], object], name: str) -> None:
+def test_a_write_between_two_tests_is_refused(
+    write: Callable[[Keeps, Tensor], object], name: str
+) -> None:
     model = Keeps()
     with torch.no_grad():
         model.frozen.normal_()
@@ -174,14 +176,14 @@ def warmed(loss: Callable[[Tensor], Tensor], model: nn.Module) -> None:
         per_sample(loss, private(model), torch.randn(16, 4), modules=(model,))
 
 
-def test_a_number_that_was_zero() -> None:
+def test_a_number_that_was_zero_is_seen_to_change() -> None:
     layer = nn.Linear(4, 1)
     warmed(_scaled(layer, 0.0), layer)
     with pytest.raises(Refused, match=MEETING):
         per_sample(_scaled(layer, 1.0), private(layer), torch.randn(16, 4), modules=(layer,))
 
 
-def test_another_function_as_a_default() -> None:
+def test_another_function_as_a_default_is_seen() -> None:
     layer = nn.Linear(4, 3)
     warmed(_default(layer, lambda h: h - h.mean(1, True)), layer)
     mixing = _default(layer, lambda h: h - h.mean(0, True))
@@ -189,7 +191,7 @@ def test_another_function_as_a_default() -> None:
         per_sample(mixing, private(layer), torch.randn(16, 4), modules=(layer,))
 
 
-def test_an_attribute_of_an_object() -> None:
+def test_a_changed_attribute_of_an_object_is_seen() -> None:
     layer = nn.Linear(4, 3)
     loss = Scored(layer)
     warmed(loss, layer)
@@ -198,7 +200,7 @@ def test_an_attribute_of_an_object() -> None:
         per_sample(loss, private(layer), torch.randn(16, 4), modules=(layer,))
 
 
-def test_an_entry_of_a_dictionary() -> None:
+def test_a_changed_entry_of_a_dictionary_is_seen() -> None:
     layer, options = nn.Linear(4, 3), {"dim": 1}
 
     def loss(x: Tensor) -> Tensor:
@@ -228,7 +230,7 @@ def _hooked_before(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("change", [_exchanged, _hooked, _hooked_before])
-def test_a_part_of_the_model(change: Callable[[nn.Sequential], None]) -> None:
+def test_a_changed_part_of_the_model_is_seen(change: Callable[[nn.Sequential], None]) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Identity())
 
     def loss(x: Tensor) -> Tensor:

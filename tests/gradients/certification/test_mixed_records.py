@@ -42,7 +42,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("size", [1, 2, 8, 9])
 @pytest.mark.parametrize("name", MIXING)
-def test_mixed_samples(name: str, size: int) -> None:
+def test_mixed_records_are_refused(name: str, size: int) -> None:
     layer = nn.Linear(3, 5)
     with pytest.raises(Refused, match=r"depends on other records: in a batch it is not what"):
         per_sample(lambda x: MIXING[name](layer(x)), private(layer), torch.randn(size, 3))
@@ -50,7 +50,7 @@ def test_mixed_samples(name: str, size: int) -> None:
 
 
 @FORMS
-def test_mixed_samples_in_every_form(form: Any) -> None:
+def test_mixed_records_are_refused_in_every_form(form: Any) -> None:
     layer = nn.Linear(3, 5)
     with pytest.raises(Refused, match="compute each record's loss from that record alone"):
         per_sample(lambda x: _contrastive(layer(x)), private(layer), torch.randn(8, 3), form=form)

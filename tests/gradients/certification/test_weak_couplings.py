@@ -20,7 +20,7 @@ MEETING = "depends on other records"
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_a_branch_on_the_sign_of_a_sum_over_the_batch(sign: float) -> None:
+def test_a_branch_on_the_sign_of_a_sum_over_the_batch_is_refused(sign: float) -> None:
     """Where all records have one sign, only a loud record of the other turns it."""
     model = mlp(5, 7, 3)
 
@@ -33,7 +33,7 @@ def test_a_branch_on_the_sign_of_a_sum_over_the_batch(sign: float) -> None:
 
 
 @pytest.mark.parametrize("strength", [1e-14, 0.0])
-def test_a_coupling_too_weak_for_any_loud_record(strength: float) -> None:
+def test_a_coupling_too_weak_for_any_loud_record_is_refused(strength: float) -> None:
     """A record of 1e30 would still move the others, and one that is nan would, at no strength."""
     model = mlp(5, 7, 3)
 
@@ -45,7 +45,7 @@ def test_a_coupling_too_weak_for_any_loud_record(strength: float) -> None:
         per_sample(loss, private(model), torch.randn(16, 5), modules=(model,))
 
 
-def test_a_mask_that_is_dropped_where_no_record_needs_it() -> None:
+def test_a_mask_dropped_where_no_record_needs_it_is_refused() -> None:
     """All records of the first batch are full; the first that is not would move all others."""
     model = mlp(5, 7, 3)
 

@@ -62,7 +62,7 @@ WRITTEN: dict[str, tuple[Callable[[Any, Tensor], None], str]] = {
 
 @FORMS
 @pytest.mark.parametrize(("write", "name"), WRITTEN.values(), ids=WRITTEN)
-def test_a_parameter_that_the_forward_pass_writes(
+def test_a_forward_pass_that_writes_a_parameter_is_refused(
     write: Callable[[Any, Tensor], None], name: str, form: Any
 ) -> None:
     """The steps are too small to show in the loss: what is written must be seen itself."""
@@ -76,7 +76,7 @@ def test_a_parameter_that_the_forward_pass_writes(
         assert torch.equal(p, before[n]), n
 
 
-def test_writing_a_parameter_into_a_tensor() -> None:
+def test_writing_a_parameter_into_a_tensor_is_exact() -> None:
     """`h[:, 0] = token` and `out=`: refused, or exact in another form."""
     token = nn.Parameter(torch.randn(3))
 
@@ -112,7 +112,7 @@ def test_an_out_argument_under_no_grad_changes_nothing() -> None:
     ],
     ids=["max_norm", "large max_norm", "scale_grad_by_freq"],
 )
-def test_an_embedding_that_couples_its_records(
+def test_an_embedding_that_couples_its_records_is_refused(
     options: dict[str, Any], message: str, form: Any
 ) -> None:
     table = nn.Embedding(10, 3, **options)

@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @FORMS
 @pytest.mark.parametrize(("reduce", "came"), SHAPES.values(), ids=SHAPES)
-def test_a_loss_that_is_not_one_value_for_each_record(
+def test_a_loss_that_is_not_one_value_for_each_record_is_refused(
     reduce: Callable[[Tensor], Any], came: str, form: Any
 ) -> None:
     layer = nn.Linear(3, 5)
@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_one_value_for_each_record(
     ],
     ids=["uneven", "0-dim among others", "0-dim", "list", "dict", "None"],
 )
-def test_a_batch_without_records_in_front(batch: Any, message: str) -> None:
+def test_a_batch_without_records_in_front_is_refused(batch: Any, message: str) -> None:
     layer = nn.Linear(3, 5)
     with pytest.raises(ValueError, match=f"in their first dimension, got {message}.*to the front"):
         per_sample(lambda x: layer(x).sum(1), private(layer), batch)

@@ -99,7 +99,7 @@ ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("spelling", [*ARITHMETIC, *IN_PLACE])
 @pytest.mark.parametrize("shape", [(4,), (1, 3, 1)])
-def test_arithmetic(spelling: str, shape: tuple[int, ...]) -> None:
+def test_arithmetic_is_exact(spelling: str, shape: tuple[int, ...]) -> None:
     run((ARITHMETIC | IN_PLACE)[spelling], [shape], away_from_zero(3, 3, 4))
 
 
@@ -112,7 +112,7 @@ SHAPES = [(), (1,), (4,), (3, 1), (1, 4), (3, 4), (1, 1, 1), (1, 3, 4), (1, 1, 4
     batch=BATCHES,
     seed=SEEDS,
 )
-def test_arithmetic_of_any_shape(
+def test_arithmetic_of_any_shape_is_exact(
     spelling: str, shape: tuple[int, ...], batch: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -121,7 +121,9 @@ def test_arithmetic_of_any_shape(
 
 @pytest.mark.parametrize("spelling", ["h + p", "p - h", "h * p", "p / h", "torch.where"])
 @pytest.mark.parametrize("shape", [(5, 1, 4), (5, 1, 1), (2, 5, 1, 4), (5, 1, 1, 4)])
-def test_more_dimensions_than_the_activation(spelling: str, shape: tuple[int, ...]) -> None:
+def test_a_parameter_of_more_dimensions_than_the_activation_is_exact(
+    spelling: str, shape: tuple[int, ...]
+) -> None:
     """The records move to the right when a parameter brings dimensions of its own."""
 
     def function(h: Tensor, p: Tensor) -> Tensor:
@@ -131,18 +133,18 @@ def test_more_dimensions_than_the_activation(spelling: str, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("spelling", ["h + p", "h * p", "h / p"])
-def test_activation_smaller_than_the_parameter(spelling: str) -> None:
+def test_an_activation_smaller_than_the_parameter_is_exact(spelling: str) -> None:
     run(ARITHMETIC[spelling], [(3, 4)], away_from_zero(5, 1, 1))
 
 
 @pytest.mark.parametrize("spelling", ["h += p", "h *= p", "h.add_(p)"])
-def test_in_place_on_data(spelling: str) -> None:
+def test_arithmetic_in_place_is_exact(spelling: str) -> None:
     """The activation is a copy of the input itself, which no gradient flows into."""
     p = nn.Parameter(away_from_zero(4))
     check(loss_of(lambda x: IN_PLACE[spelling](x, p)), {"p": p}, torch.randn(5, 4))
 
 
-def test_in_place_on_a_part() -> None:
+def test_arithmetic_in_place_on_a_part_is_exact() -> None:
     """`h[...] += p` writes through a view of the activation."""
 
     def function(h: Tensor, p: Tensor) -> Tensor:

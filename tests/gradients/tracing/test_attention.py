@@ -120,7 +120,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_attention(kind: str) -> None:
+def test_attention_in_every_setting_is_exact(kind: str) -> None:
     torch.manual_seed(1)
     model = Attention(**{**PLAIN, **OPTIONS[kind]}).train(kind != "eval")
     # Without, the run of one record would drop other numbers.
@@ -144,7 +144,7 @@ def test_dropout_that_is_drawn(mode: str) -> None:
     "trained", ["inner.in_proj_weight", "inner.in_proj_bias", "inner.out_proj"]
 )
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_partly_frozen(trained: str, meeting: str) -> None:
+def test_partly_frozen_attention_is_exact(trained: str, meeting: str) -> None:
     model = Attention(**{**PLAIN, "meeting": meeting})
     for name, p in model.named_parameters():
         p.requires_grad_(name == "ahead" or name.startswith(trained))
@@ -152,7 +152,7 @@ def test_partly_frozen(trained: str, meeting: str) -> None:
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_double_precision_and_autocast(meeting: str) -> None:
+def test_double_precision_and_autocast_are_exact(meeting: str) -> None:
     model, x = Attention(**{**PLAIN, "meeting": meeting}), torch.randn(5, 4, WIDTH)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(lambda x: weigh(model(x)), model, x)
@@ -179,7 +179,7 @@ USES: dict[str, Callable[[nn.MultiheadAttention, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in USES if kind != "one record at a time"])
-def test_uses_of_attention(kind: str) -> None:
+def test_every_use_of_attention_is_exact(kind: str) -> None:
     torch.manual_seed(1)
     model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     check(lambda x: weigh(USES[kind](model, x)), model, torch.randn(5, 4, WIDTH))
@@ -243,7 +243,7 @@ def test_rows_cost_no_more_than_the_whole() -> None:
 
 
 @pytest.mark.parametrize("meeting", MEETINGS)
-def test_differences_of_rows(meeting: str) -> None:
+def test_differences_at_two_iterates_are_exact(meeting: str) -> None:
     """Between two points a use pairs with itself, rows included, and stays factored."""
     torch.manual_seed(2)
     model, loss = wide_attention(meeting)
@@ -298,13 +298,13 @@ def transformer(**options: Any) -> Translator:
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), SETTINGS)
-def test_whole_transformers(batch_first: bool, norm_first: bool) -> None:
+def test_whole_transformers_are_exact(batch_first: bool, norm_first: bool) -> None:
     torch.manual_seed(3)
     model = transformer(batch_first=batch_first, norm_first=norm_first, dropout=0.0)
     check(lambda x: weigh(model(x)), model, torch.randn(5, 4, 3))
 
 
-def test_whole_transformers_that_drop() -> None:
+def test_transformers_with_dropout_are_certified() -> None:
     torch.manual_seed(3)
     model = transformer().train()
     x = torch.randn(5, 4, 3)
@@ -316,7 +316,7 @@ def test_whole_transformers_that_drop() -> None:
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), SETTINGS)
 @pytest.mark.parametrize("training", [True, False])
-def test_encoders(batch_first: bool, norm_first: bool, training: bool) -> None:
+def test_encoders_are_exact(batch_first: bool, norm_first: bool, training: bool) -> None:
     """In eval mode torch has a fast path, and nested tensors: neither may hide a parameter."""
     torch.manual_seed(3)
     layer = nn.TransformerEncoderLayer(
@@ -336,7 +336,7 @@ def test_encoders(batch_first: bool, norm_first: bool, training: bool) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_decoders(norm_first: bool) -> None:
+def test_decoders_are_exact(norm_first: bool) -> None:
     torch.manual_seed(3)
     layer = nn.TransformerDecoderLayer(
         WIDTH, HEADS, 8, 0.0, activation="gelu", batch_first=True, norm_first=norm_first

@@ -30,7 +30,7 @@ MODES = ("sum", "mean", "max")
     batch=st.sampled_from([1, 2, 3, 8, 9]),
     seed=st.integers(0, 1000),
 )
-def test_bags(
+def test_bags_are_exact(
     mode: str,
     entries: int,
     rows: int,
@@ -81,7 +81,7 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_of_entries(learned: bool, padding_idx: int | None, frozen: bool) -> None:
+def test_weights_of_entries_are_exact(learned: bool, padding_idx: int | None, frozen: bool) -> None:
     model = Weighted(learned=learned, padding_idx=padding_idx)
     model.places.requires_grad_(learned)
     model.bag.weight.requires_grad_(not frozen)
@@ -103,20 +103,20 @@ USES: dict[str, Callable[[nn.EmbeddingBag, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("mode", MODES)
-def test_uses_of_bags(kind: str, mode: str) -> None:
+def test_every_use_of_bags_is_exact(kind: str, mode: str) -> None:
     bag = nn.EmbeddingBag(6, 3, mode=mode)
     check(lambda i: weigh(USES[kind](bag, i)), bag, torch.randint(6, (5, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_types(dtype: torch.dtype) -> None:
+def test_bags_of_every_type_are_exact(dtype: torch.dtype) -> None:
     bag = nn.EmbeddingBag(6, 3, mode="sum", dtype=dtype)
     check(loss_of(bag), bag, torch.randint(6, (5, 4)))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("form", [traced, loop])
-def test_sparse_tables(kind: type[nn.Module], form: Any) -> None:
+def test_sparse_tables_are_exact(kind: type[nn.Module], form: Any) -> None:
     """A table that asks autograd for sparse gradients has the same ones."""
     torch.manual_seed(0)
     tables = [kind(6, 3, sparse=sparse) for sparse in (False, True)]

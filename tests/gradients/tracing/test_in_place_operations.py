@@ -45,7 +45,7 @@ IN_PLACE: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", IN_PLACE.values(), ids=IN_PLACE)
-def test_in_place(function: Callable[[Tensor, nn.Linear], Tensor]) -> None:
+def test_operations_in_place_are_exact(function: Callable[[Tensor, nn.Linear], Tensor]) -> None:
     first, second = nn.Linear(3, 4), nn.Linear(4, 4)
     model = nn.ModuleList([first, second])
     check(loss_of(lambda x: function(first(x), second)), model, torch.randn(5, 3))

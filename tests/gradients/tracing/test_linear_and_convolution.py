@@ -30,7 +30,7 @@ SEEDS = st.integers(0, 1000)
     dtype=st.sampled_from(DTYPES),
     seed=SEEDS,
 )
-def test_linear(
+def test_linear_layers_are_exact(
     middle: list[int],
     d: int,
     p: int,
@@ -72,7 +72,7 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=SEEDS,
 )
-def test_convolution(
+def test_convolutions_are_exact(
     spatial: int,
     channels: tuple[int, int, int],
     kernel: int,
@@ -179,7 +179,7 @@ TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=SEEDS,
 )
-def test_transposed_convolution(
+def test_transposed_convolutions_are_exact(
     spatial: int,
     channels: tuple[int, int, int],
     kernel: int,

@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 1000)
     batch=BATCHES,
     seed=SEEDS,
 )
-def test_embedding(
+def test_embeddings_are_exact(
     inner: list[int], rows: int, width: int, padded: int | None, batch: int, seed: int
 ) -> None:
     """Few rows and many look-ups, so that indices repeat within a record."""
@@ -103,10 +103,10 @@ LOOKUPS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("spelling", LOOKUPS)
-def test_lookups(spelling: str) -> None:
+def test_every_spelling_of_a_lookup_is_exact(spelling: str) -> None:
     function, shapes = LOOKUPS[spelling]
     run(function, shapes, torch.randint(6, (3, 4)))
 
 
-def test_one_index_to_a_record() -> None:
+def test_one_index_for_each_record_is_exact() -> None:
     run(lambda i, w: F.embedding(i, w), [(6, 3)], torch.randint(6, (7,)))

@@ -93,7 +93,7 @@ WEIGHTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_made_from_parameters(kind: str) -> None:
+def test_weights_made_from_parameters_are_exact(kind: str) -> None:
     make, shapes = WEIGHTS[kind]
     run(lambda h, *ps: F.linear(h, make(*ps)), shapes, away_from_zero(3, 2, 4))
 
@@ -110,7 +110,7 @@ def test_weights_made_from_parameters(kind: str) -> None:
         lambda h, w: F.conv1d(h.mT, w.unsqueeze(2)),
     ],
 )
-def test_consumers_of_made_weights(kind: str, consume: Callable[..., Tensor]) -> None:
+def test_every_use_of_a_made_weight_is_exact(kind: str, consume: Callable[..., Tensor]) -> None:
     make, shapes = WEIGHTS[kind]
     run(lambda h, *ps: consume(h, make(*ps)), shapes, away_from_zero(3, 2, 4))
 
@@ -180,7 +180,7 @@ def recur(h: Tensor, state: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TOKENS)
-def test_tokens(kind: str) -> None:
+def test_tokens_that_are_parameters_are_exact(kind: str) -> None:
     function, shapes = TOKENS[kind]
     run(function, shapes, away_from_zero(5, 3, 4), form=auto)
 

@@ -114,7 +114,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int,
 
 @pytest.mark.parametrize("spelling", PRODUCTS)
 @pytest.mark.parametrize("middle", [(2,), (3, 1)])
-def test_products(spelling: str, middle: tuple[int, ...]) -> None:
+def test_products_are_exact(spelling: str, middle: tuple[int, ...]) -> None:
     function, shapes = PRODUCTS[spelling]
     run(function, shapes(4), away_from_zero(3, *middle, 4))
 
@@ -126,7 +126,7 @@ def test_products(spelling: str, middle: tuple[int, ...]) -> None:
     batch=BATCHES,
     seed=SEEDS,
 )
-def test_products_of_any_shape(
+def test_products_of_any_shape_are_exact(
     spelling: str, middle: list[int], d: int, batch: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -189,6 +189,6 @@ ROW_PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("spelling", ROW_PRODUCTS)
-def test_products_of_rows(spelling: str) -> None:
+def test_products_of_rows_are_exact(spelling: str) -> None:
     function, shapes = ROW_PRODUCTS[spelling]
     run(function, shapes, away_from_zero(3, 4))

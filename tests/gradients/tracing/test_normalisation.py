@@ -70,7 +70,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ("trained", "dtype"),
     [("both", torch.float32), ("weight", torch.float64), ("bias", torch.bfloat16)],
 )
-def test_norms(kind: str, trained: str, dtype: torch.dtype) -> None:
+def test_normalisation_layers_are_exact(kind: str, trained: str, dtype: torch.dtype) -> None:
     make, shape = NORMS[kind]
     layer = make().to(dtype)
     if getattr(layer, "bias", None) is None:
@@ -91,13 +91,13 @@ def test_norms(kind: str, trained: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 2, 4)])
 @pytest.mark.parametrize("slopes", ["one", "channels", "scalar"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prelu(shape: tuple[int, ...], slopes: str, dtype: torch.dtype) -> None:
+def test_prelu_is_exact(shape: tuple[int, ...], slopes: str, dtype: torch.dtype) -> None:
     """One slope, or one for each channel: the dimension after the records."""
     slope = {"one": (1,), "channels": shape[:1], "scalar": ()}[slopes]
     run(F.prelu, [slope], away_from_zero(5, *shape, dtype=dtype), dtype=dtype)
 
 
-def test_prelu_before_the_records() -> None:
+def test_prelu_before_the_records_is_exact() -> None:
     """Sequence first, the channels of `F.prelu` are the records: one slope each mixes nothing."""
     run(lambda h, a: F.prelu(h.mT, a).mT, [(4,)], away_from_zero(5, 3, 4))
     run(lambda h, a: F.prelu(h.transpose(0, 1), a).transpose(0, 1), [(1,)], away_from_zero(5, 3, 4))

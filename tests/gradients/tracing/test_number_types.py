@@ -25,7 +25,7 @@ def small_network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parameter_types(dtype: torch.dtype) -> None:
+def test_sums_are_wide_for_parameters_of_every_type(dtype: torch.dtype) -> None:
     model = small_network().to(dtype)
     sums = check(loss_of(model), model, torch.randn(5, 3, 4, dtype=dtype)).weighted_sum(
         dict.fromkeys(private(model), torch.ones(5))
@@ -35,13 +35,13 @@ def test_parameter_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast_is_exact_to_its_precision(dtype: torch.dtype) -> None:
     model = small_network().to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(loss_of(model), model, torch.randn(5, 3, 4, dtype=dtype))
 
 
-def test_autocast_inside_the_loss() -> None:
+def test_autocast_inside_the_loss_is_exact() -> None:
     """The usual place: the library sees neither the context nor its end."""
     model, x = small_network(), torch.randn(5, 3, 4)
 
@@ -53,7 +53,7 @@ def test_autocast_inside_the_loss() -> None:
     check(loss, model, x, tolerance=0.2)
 
 
-def test_mixed_types() -> None:
+def test_parameters_of_mixed_types_are_exact() -> None:
     """Norms in float32 around layers in bfloat16, as large models are kept."""
     model = nn.Sequential(nn.Linear(4, 6, dtype=torch.bfloat16), nn.LayerNorm(6), nn.Linear(6, 3))
 

@@ -58,13 +58,13 @@ def test_the_weights_are_large_enough() -> None:
 
 @pytest.mark.parametrize("shape", [(6, IN), (6, 4, IN)], ids=["rows", "sequences"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_with_large_weights(name: str, shape: tuple[int, ...]) -> None:
+def test_products_with_large_weights_are_exact(name: str, shape: tuple[int, ...]) -> None:
     model = Model(PRODUCTS[name])
     check(model, model, torch.randn(*shape))
 
 
 @pytest.mark.parametrize("form", [recomputed, compiled], ids=str)
-def test_in_other_forms(form: Form) -> None:
+def test_other_forms_are_exact(form: Form) -> None:
     model, x = Model(F.linear), torch.randn(6, IN)
     sums = [
         clipped_sum(
@@ -76,25 +76,25 @@ def test_in_other_forms(form: Form) -> None:
         torch.testing.assert_close(sums[1][name], total, rtol=1e-4, atol=1e-6)
 
 
-def test_under_checkpointing() -> None:
+def test_checkpointing_is_exact() -> None:
     model = Model(F.linear)
     check(lambda x: checkpoint(model, x, use_reentrant=False), model, torch.randn(6, IN))
 
 
-def test_under_autocast() -> None:
+def test_autocast_is_exact() -> None:
     model = Model(F.linear)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(lambda x: model(x).float(), model, torch.randn(6, IN))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
+def test_recurrent_layers_are_exact(kind: type[nn.RNNBase]) -> None:
     layer = kind(64, 96, num_layers=2, bidirectional=True, batch_first=True)
     check(lambda x: layer(x)[0].square().flatten(1).mean(1), layer, torch.randn(6, 5, 64))
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_a_projected_lstm() -> None:
+def test_a_projected_lstm_is_exact() -> None:
     layer = nn.LSTM(96, 160, proj_size=112, batch_first=True)  # of which torch warns
     check(lambda x: layer(x)[0].square().flatten(1).mean(1), layer, torch.randn(6, 5, 96))
 

@@ -152,12 +152,12 @@ def test_weight_norm_as_the_wave_of_a_convolution_net() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameter_types(dtype: torch.dtype) -> None:
+def test_every_type_of_parameter_is_exact(dtype: torch.dtype) -> None:
     net = nn.Sequential(adapted(nn.Linear(4, 3), train_base=True), weight_norm(nn.Linear(3, 2)))
     check(loss_of(net), net.to(dtype), torch.randn(5, 3, 4).to(dtype))
 
 
-def test_autocast() -> None:
+def test_autocast_is_exact() -> None:
     net = nn.Sequential(adapted(nn.Linear(4, 3), train_base=True), weight_norm(nn.Linear(3, 2)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(loss_of(net), net, torch.randn(5, 3, 4))

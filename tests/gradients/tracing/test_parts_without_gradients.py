@@ -70,7 +70,7 @@ STOPPED: dict[str, Callable[[nn.Sequential, Tensor], Tensor]] = {
 
 @FORMS
 @pytest.mark.parametrize("function", STOPPED.values(), ids=STOPPED)
-def test_parts_without_gradients(function: Callable[..., Tensor], form: Form) -> None:
+def test_parts_without_gradients_are_exact(function: Callable[..., Tensor], form: Form) -> None:
     model = perceptron()
     check(functools.partial(function, model), model, torch.randn(5, 3), form=form)
 

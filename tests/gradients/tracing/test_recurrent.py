@@ -69,37 +69,37 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers(kind: str, options: str) -> None:
+def test_layers_are_exact(kind: str, options: str) -> None:
     model = Around(KINDS[kind](**OPTIONS[options])).double()
     check(loss_of(model), model, records())
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "relu RNN"])
-def test_layers_in_float32(kind: str) -> None:
+def test_layers_are_exact_in_float32(kind: str) -> None:
     """Here torch has kernels of another kind than in float64."""
     model = Around(KINDS[kind](batch_first=True, bidirectional=True))
     check(loss_of(model), model, records(torch.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_many_steps_as_records(kind: str) -> None:
+def test_as_many_steps_as_records_are_told_apart(kind: str) -> None:
     model = Around(KINDS[kind]()).double()
     check(loss_of(model), model, records(batch=TIME))
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_the_last_output_alone(kind: str) -> None:
+def test_the_last_output_alone_is_exact(kind: str) -> None:
     model = Around(KINDS[kind](batch_first=True), lambda layer, x: layer(x)[0][:, -1]).double()
     check(loss_of(model), model, records())
 
 
-def test_the_last_cell_alone() -> None:
+def test_the_last_cell_alone_is_exact() -> None:
     model = Around(KINDS["LSTM"](), lambda layer, x: layer(x.transpose(0, 1))[1][1][0]).double()
     check(loss_of(model), model, records())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_between_layers(kind: str) -> None:
+def test_dropout_between_layers_is_drawn(kind: str) -> None:
     """Certification compares it with random draws replaced; in eval mode it does nothing."""
     model = Around(KINDS[kind](num_layers=2, dropout=0.4)).double()
     x = records()
@@ -112,7 +112,7 @@ def test_dropout_between_layers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_from_the_records(kind: str) -> None:
+def test_states_from_the_records_are_exact(kind: str) -> None:
     def call(layer: Any, x: Tensor) -> Tensor:
         size = layer.proj_size or HIDDEN
         h = x[:, :2, :size].transpose(0, 1).contiguous()
@@ -138,7 +138,7 @@ class Started(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_that_are_parameters(kind: str) -> None:
+def test_states_that_are_parameters_are_exact(kind: str) -> None:
     model = Started(KINDS[kind](num_layers=2)).double()
     check(loss_of(model), model, records())
 
@@ -149,7 +149,7 @@ FROZEN = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 @pytest.mark.parametrize("others", [False, True], ids=["it", "all others"])
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_partly_frozen(kind: str, name: str, others: bool) -> None:
+def test_partly_frozen_layers_are_exact(kind: str, name: str, others: bool) -> None:
     if name == "weight_hr" and kind != "projected LSTM":
         pytest.skip("has no projection")
     model = Around(KINDS[kind](num_layers=2, batch_first=True)).double()
@@ -159,7 +159,7 @@ def test_partly_frozen(kind: str, name: str, others: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_used_twice(kind: str) -> None:
+def test_a_layer_that_is_used_twice_is_exact(kind: str) -> None:
     def call(layer: Any, x: Tensor) -> Tensor:
         return torch.cat([parts(layer, x), parts(layer, x[:, 2:].flip(1))], 1)
 
@@ -169,7 +169,7 @@ def test_used_twice(kind: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpointed(kind: str, reentrant: bool) -> None:
+def test_checkpointed_layers_are_exact(kind: str, reentrant: bool) -> None:
     def again(layer: Any, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(lambda x: parts(layer, x), x, use_reentrant=reentrant)
         return y
@@ -182,7 +182,7 @@ def test_checkpointed(kind: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "relu RNN"])
-def test_autocast(kind: str) -> None:
+def test_autocast_is_exact_to_its_precision(kind: str) -> None:
     """Outputs and states have the types that torch gives them."""
     seen = []
 
@@ -199,7 +199,7 @@ def test_autocast(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_in_bfloat16(kind: str) -> None:
+def test_bfloat16_is_exact_to_its_precision(kind: str) -> None:
     model = Around(KINDS[kind](batch_first=True)).bfloat16()
     check(loss_of(model), model, records(torch.bfloat16))
 
@@ -252,12 +252,12 @@ def test_the_gates_of_both_weights_are_multiplied_once(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "relu RNN"])
-def test_a_record_keeps_its_bits_beside_other_mates(kind: str) -> None:
+def test_a_record_keeps_its_bits_beside_other_records(kind: str) -> None:
     model = Around(KINDS[kind](batch_first=True, bidirectional=True))
     x, params = records(torch.float32, batch=9), private(model)
     whole = per_sample(loss_of(model), params, x, form=traced).sq_norms()
-    for mates in (1 + torch.randn(8, TIME, INPUTS), 30 * x[1:], x[1:3]):
-        beside = torch.cat([x[:1], mates])
+    for others in (1 + torch.randn(8, TIME, INPUTS), 30 * x[1:], x[1:3]):
+        beside = torch.cat([x[:1], others])
         other = per_sample(loss_of(model), params, beside, form=traced).sq_norms()
         assert all(torch.equal(whole[name][0], other[name][0]) for name in params)
 
@@ -283,21 +283,21 @@ def steps(cell: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", CELLS)
-def test_cells(kind: str, bias: bool) -> None:
+def test_cells_are_exact(kind: str, bias: bool) -> None:
     model = Around(CELLS[kind](bias=bias), steps).double()
     check(loss_of(model), model, records())
 
 
 @pytest.mark.parametrize("name", FROZEN[:4])
 @pytest.mark.parametrize("kind", CELLS)
-def test_cells_partly_frozen(kind: str, name: str) -> None:
+def test_partly_frozen_cells_are_exact(kind: str, name: str) -> None:
     model = Around(CELLS[kind](), steps).double()
     getattr(model.layer, name).requires_grad_(False)
     check(loss_of(model), model, records())
 
 
 @pytest.mark.parametrize("kind", CELLS)
-def test_cells_under_autocast(kind: str) -> None:
+def test_cells_are_exact_under_autocast(kind: str) -> None:
     model = Around(CELLS[kind](), steps)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(loss_of(model), model, records(torch.float32))

@@ -14,7 +14,7 @@ from uses import away_from_zero, loss_of, run
 from hushgrad.gradients import traced
 
 
-def test_one_table_in_two_types() -> None:
+def test_one_table_in_two_types_is_exact() -> None:
     table = nn.Embedding(6, 4)
 
     def loss(index: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", REUSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_several_uses(kind: str, dtype: torch.dtype) -> None:
+def test_a_parameter_used_several_times_is_exact(kind: str, dtype: torch.dtype) -> None:
     function, shapes = REUSES[kind]
     run(function, shapes, away_from_zero(3, 2, 4, dtype=dtype), dtype=dtype)
 

@@ -62,7 +62,7 @@ GENERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("kind", GENERAL)
-def test_operations_without_a_rule(kind: str) -> None:
+def test_operations_without_a_rule_are_exact(kind: str) -> None:
     function, shapes = GENERAL[kind]
     model = Uses(function, shapes)
     idle = ("operands.0",) if kind == "comparison" else ()
@@ -101,13 +101,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_layers(kind: str) -> None:
+def test_layers_without_a_rule_of_their_own_are_exact(kind: str) -> None:
     model = nn.Sequential(Uses(lambda h: h, []), LAYERS[kind]())
     check(loss_of(model), model, torch.randn(5, 3, 4), form=auto)
 
 
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
-def test_recurrent_cells(kind: str) -> None:
+def test_recurrent_cells_in_a_loop_are_exact(kind: str) -> None:
     cell = getattr(nn, kind)(4, 3)
 
     def model(x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Holds(nn.Module):
 
 
 @pytest.mark.parametrize("uses", [True, False])
-def test_a_generator_of_the_model_is_refused_where_it_couples(uses: bool) -> None:
+def test_a_generator_of_the_model_is_refused_where_it_is_used(uses: bool) -> None:
     model = Holds(uses)
     args = (lambda x: model(x).square().sum(1), private(model), torch.randn(16, 4))
     if not uses:

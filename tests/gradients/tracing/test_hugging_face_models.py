@@ -108,8 +108,15 @@ def expected_of_pass(
     return Expected(losses.detach().double(), stacked(params, gradients))
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("BERT", "sdpa"),
+        ("GPT-2", "eager"),
+        pytest.param("BERT", "eager", marks=pytest.mark.slow),
+        pytest.param("GPT-2", "sdpa", marks=pytest.mark.slow),
+    ],
+)
 def test_dropout_is_certified_and_exact_for_the_masks_drawn(name: str, attention: str) -> None:
     model, loss, batch = make(name, dropout=0.3, attn_implementation=attention)
     params = private(model)
@@ -158,8 +165,15 @@ def test_bfloat16_is_exact_to_its_precision(name: str) -> None:
 # --- activation checkpointing -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        ("BERT", True),
+        ("GPT-2", False),
+        pytest.param("BERT", False, marks=pytest.mark.slow),
+        pytest.param("GPT-2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_activation_checkpointing_changes_nothing(name: str, reentrant: bool) -> None:
     model, loss, batch = make(name, layers=2)
     params, want = private(model), expected(loss, private(model), batch)

@@ -17,7 +17,16 @@ import torch
 import typer
 from rich.console import Console
 
-from hushgrad.noise import gaussian, release, releasing
+from hushgrad.noise import (
+    NoiseBuffer,
+    Strategy,
+    banded,
+    banded_inverse,
+    correlated,
+    gaussian,
+    release,
+    releasing,
+)
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded
 
@@ -64,10 +73,25 @@ def plain(work: Callable[[], object]) -> Callable[[], None]:
     """The same work without machine code."""
 
     def without() -> None:
-        with mock.patch.object(releasing, "add_normals", return_value=None):
+        with mock.patch.object(releasing, "compiled_add_normals", return_value=None):
             work()
 
     return without
+
+
+def eighth(strategy: Strategy, total: Bounded, rng: Rng) -> Callable[[], object]:
+    """The eighth release of a run with this noise, and seven steps to look back on."""
+    noise, buffer, tags = correlated(strategy).at(1.0), NoiseBuffer(), list[bytes]()
+    for step in range(7):
+        kept = release(total, noise, rng=rng, step=step, past=tags, buffer=buffer)
+        tags.append(kept.digest)
+    last = buffer.after(tags[-1]) or []
+
+    def again() -> None:
+        buffer.keep(tags[-1], last)
+        release(total, noise, rng=rng, step=7, past=tags, buffer=buffer)
+
+    return again
 
 
 def not_loaded(work: Callable[[], object]) -> Callable[[], None]:
@@ -95,6 +119,8 @@ def main(parameters: int = 1 << 23, repeats: int = 9, threads: int | None = None
         "release": lambda: release(large, noise, rng=rng, step=0),
         "release, digest alone": lambda: releasing._digest(runs, rng, 0),
         "release, without machine code": plain(lambda: release(large, noise, rng=rng, step=0)),
+        "release, C of 8 bands": eighth(banded([1.0] * 8), large, rng),
+        "release, inverse of C of 8 bands": eighth(banded_inverse([1.0] * 8), large, rng),
         "torch.normal_, float32, draw alone": lambda: other.normal_(),
     }
     for count in sorted({1, threads}):

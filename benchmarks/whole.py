@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.networks import tanh_cnn
+from hushgrad_recipes.networks import tanh_cnn
 
 EPSILON, DELTA = 3.0, 1e-5
 LEARNING_RATE = 0.05

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.networks import tanh_cnn
+from hushgrad_recipes.networks import tanh_cnn
 from zoo import small
 from zoo.sequences import Encoder, LastStep
 from zoo.vision import resnet

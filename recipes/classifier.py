@@ -23,7 +23,7 @@ G1 = "settings of Automatic Clipping, appendix G.1, which were tuned on this pub
 
 
 def cross_entropy(model: nn.Module) -> Loss:
-    """The cross-entropy of each record."""
+    """The cross-entropy of each record: one value for each, so that none is averaged away."""
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
@@ -38,7 +38,8 @@ def correct(model: nn.Module) -> Callable[[Batch], Tensor]:
     @torch.no_grad()
     def right(batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        return (model(inputs).argmax(1) == labels).float()
+        hits: Tensor = model(inputs).argmax(1) == labels
+        return hits.float()
 
     return right
 
@@ -47,8 +48,15 @@ def correct(model: nn.Module) -> Callable[[Batch], Tensor]:
 class Settings:
     """How a classifier is trained: SGD with momentum on the released mean of a batch.
 
-    `lr` is against the mean of the clipped gradients. `schedule` and `average` make what their
-    names say from the optimizer and from the model; `loss` makes the loss from the model.
+    Args:
+        clip: the clipping rule.
+        batch: the expected size of a batch.
+        epochs: expected passes over the data.
+        lr: the learning rate, against the mean of the clipped gradients.
+        momentum: the momentum of SGD.
+        schedule: makes a schedule of rates from the optimizer, which is stepped after each step.
+        average: makes an average of the weights from the model, which is returned in its place.
+        loss: makes the loss of each record from the model.
     """
 
     clip: Clip
@@ -71,12 +79,24 @@ def classifier(
     seed: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Recipe:
-    """Train `network` on a data set; `seed` is that of its first weights alone."""
+    """Train `network` on a data set, as the settings say.
+
+    Args:
+        network: makes the model.
+        split: the training records, which are private, and the test records, which are not.
+        settings: how it is trained.
+        epsilon: ε of the whole run.
+        delta: δ of the whole run.
+        seed: that of the first weights alone; batches and noise follow from the run's key.
+        notes: how the settings were chosen, for the report.
+    """
+    # The caller's random numbers stay as they were.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network()
     if any(p.dim() == 4 for p in model.parameters()):
-        model = model.to(memory_format=torch.channels_last)  # convolutions are faster so
+        # Convolutions are faster so; torch's types leave this overload out.
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     return Recipe(
         model=model,

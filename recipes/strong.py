@@ -13,8 +13,8 @@ from hushgrad.data import Split
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import Augment, Views
 from hushgrad.types import Loss
-from recipes.classifier import Settings, classifier, cross_entropy
-from recipes.networks import tanh_cnn
+from hushgrad_recipes.classifier import Settings, classifier, cross_entropy
+from hushgrad_recipes.networks import tanh_cnn
 
 TUNED = (
     "steps, rate and preparation were tried on this public data set, by training on 50 000 of its "
@@ -35,14 +35,22 @@ def strong(
 ) -> Recipe:
     """The papers' network by AUTO-S, with a rate that falls in a line to 0.
 
-    Each record counts as the mean of `views` random views; with 0 it is taken as it is.
+    Args:
+        split: images and labels, prepared.
+        augment: makes a random view of each record of a batch.
+        seed: that of the first weights.
+        epsilon: ε of the whole run, at δ = 1e-5.
+        batch: the expected size of a batch.
+        epochs: expected passes over the data.
+        lr: the first learning rate.
+        views: each record counts as the mean of so many views; with 0 it is taken as it is.
     """
     steps = epochs * len(split.train[1]) / batch
 
-    def falling(optimizer: Optimizer) -> LRScheduler:
+    def linear_decay(optimizer: Optimizer) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.0))
 
-    def viewed(model: Module) -> Loss:
+    def views_loss(model: Module) -> Loss:
         return Views(cross_entropy(model), augment, views)
 
     settings = Settings(
@@ -50,7 +58,7 @@ def strong(
         batch=batch,
         epochs=epochs,
         lr=lr,
-        schedule=falling,
-        loss=viewed if views else cross_entropy,
+        schedule=linear_decay,
+        loss=views_loss if views else cross_entropy,
     )
     return classifier(tanh_cnn, split, settings, epsilon=epsilon, seed=seed, notes=(TUNED,))

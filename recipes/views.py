@@ -9,8 +9,19 @@ from torch import Tensor
 from hushgrad.run.augmentation import Augment
 
 
-def shifted(pixels: int, *, mirrored: bool = False) -> Augment:
-    """Move each image by up to so many pixels either way, and mirror half of them if asked."""
+def random_shifts(pixels: int, *, mirrored: bool = False) -> Augment:
+    """Move each image by up to so many pixels either way, and mirror half of them if asked.
+
+    Args:
+        pixels: the longest shift, down or across.
+        mirrored: whether every second image, on average, is turned left to right.
+
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <torch._C.Generator ...>
+    >>> images, labels = random_shifts(2)((torch.rand(4, 1, 9, 9), torch.arange(4)))
+    >>> images.shape, labels.tolist()
+    (torch.Size([4, 1, 9, 9]), [0, 1, 2, 3])
+    """
 
     def view(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = batch
@@ -22,6 +33,7 @@ def shifted(pixels: int, *, mirrored: bool = False) -> Augment:
             columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
         rows = torch.arange(height, device=images.device) + down[:, None]
         columns = columns + right[:, None]
+        # What is moved in from outside has the image's own darkest value, not 0.
         edge = images.amin((1, 2, 3), keepdim=True)  # of each image by itself
         padded = F.pad(images - edge, [pixels] * 4) + edge
         each = torch.arange(count, device=images.device)[:, None, None]

@@ -70,15 +70,15 @@ class Loader(SourceFileLoader):
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of one package, to be loaded with their checks."""
+    """Finds the modules of some packages, to be loaded with their checks."""
 
-    def __init__(self, package: str) -> None:
-        self.package = package
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> ModuleSpec | None:
-        if fullname.split(".")[0] != self.package:
+        if fullname.split(".")[0] not in self.packages:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
@@ -86,7 +86,8 @@ class Finder(MetaPathFinder):
         return spec
 
 
-def check(package: str) -> None:
-    """Check the calls into a package, which must not have been imported yet."""
-    assert package not in sys.modules, f"{package} was imported before it could be checked"
-    sys.meta_path.insert(0, Finder(package))
+def check(*packages: str) -> None:
+    """Check the calls into these packages, none of which must have been imported yet."""
+    there = [package for package in packages if package in sys.modules]
+    assert not there, f"imported before they could be checked: {there}"
+    sys.meta_path.insert(0, Finder(packages))

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 import checker
 
-checker.check("hushgrad")
+checker.check("hushgrad", "hushgrad_recipes", "hushgrad_reproductions")
 
 # A first call into torch can take seconds on a busy machine, so neither time limit applies.
 settings.register_profile(

@@ -8,6 +8,9 @@ import pytest
 PACKAGE = "hushgrad"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
+# Experiments: they import the library and their own folder, and nothing imports them.
+EXPERIMENTS = {"hushgrad_recipes": "recipes", "hushgrad_reproductions": "reproductions"}
+
 # Lowest first. A room is a package, whose modules may import one another, unless they have ranks of
 # their own. Rooms on one line do not import each other.
 RANKS = (
@@ -20,21 +23,31 @@ RANKS = (
     ("gradients.structure", "gradients.comparison", "gradients.tracing"),
     ("gradients.forms",),
     ("gradients.certification",),
-    ("gradients.observed", "gradients"),
+    ("gradients.observed", "gradients.taking", "gradients.reference"),
+    ("gradients",),
     # what is asked of them, and what it costs
     ("run.execution", "accounting"),
-    ("run.step", "ledger"),
+    ("run.query", "ledger"),
+    ("run.permit",),
+    ("run.step",),
     ("algorithms",),
     # a run
     ("run.plan",),
-    ("run.admission", "run.charging", "run.checkpoint", "run.drawn", "run.folder"),
+    (
+        "run.admission",
+        "run.charging",
+        "run.checkpoint",
+        "run.drawn",
+        "run.folder",
+        "run.saved_state",
+    ),
     ("run.guarantee", "run.odometer", "run.penalties", "run.randomness", "run.snapshot"),
     ("run.resuming", "run.evaluation"),
     ("run.training", "run"),
     # those who use it
     ("glm", "audit", "diagnosis", "testing"),
     ("__init__",),
-    ("launch", "reproductions"),
+    ("launch",),
     ("cli",),
     ("__main__",),
 )
@@ -99,6 +112,105 @@ def breaches(source: Path) -> list[str]:
 def test_the_package_keeps_its_layers() -> None:
     assert list(SOURCE.rglob("*.py")), f"no modules below {SOURCE}"
     assert breaches(SOURCE) == []
+
+
+# Whoever is outside of a room knows no more of it than these modules.
+DOORS = {"gradients": {"gradients", "gradients.factors", "gradients.reference"}}
+
+
+def intrusions(source: Path) -> list[str]:
+    """Every import of a room's inner module by a module outside of the room, as sentences."""
+    found, modules = [], modules_below(source)
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for target in sorted(imported(tree, parts, modules)):
+            room = target.split(".")[0]
+            if room in DOORS and parts[0] != room and target not in DOORS[room]:
+                found.append(f"{'.'.join(parts)} imports {target}, which is inside of {room}")
+    return found
+
+
+def test_rooms_are_entered_by_their_doors() -> None:
+    assert intrusions(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "count"),
+    [
+        ("run/step.py", "from hushgrad.gradients.guards import restored", 1),
+        ("run/step.py", "from hushgrad.gradients import guards", 1),
+        ("testing.py", "import hushgrad.gradients.tracing.tape", 1),
+        ("run/step.py", "from ..gradients.forms.choices import traced", 1),
+        ("run/step.py", "from hushgrad.gradients import per_sample, traced", 0),
+        ("glm/closed.py", "from hushgrad.gradients.factors import Dense", 0),
+        ("glm/closed.py", "from hushgrad.gradients.factors.kinds import Dense", 1),
+        ("gradients/taking.py", "from hushgrad.gradients.guards import restored", 0),
+    ],
+)
+def test_a_planted_intrusion_is_caught(
+    tmp_path: Path, module: str, statement: str, count: int
+) -> None:
+    for inner in ("guards", "tracing/tape", "forms/choices", "factors/__init__", "factors/kinds"):
+        path = tmp_path / "gradients" / f"{inner}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    planted = tmp_path / module
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(statement, encoding="utf-8")
+    assert len(intrusions(tmp_path)) == count
+
+
+def roots(path: Path) -> set[str]:
+    """The packages that a file imports from, at any place in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def imports_of_experiments(source: Path) -> dict[str, set[str]]:
+    """The files below `source` that import a recipe or a reproduction, by either name."""
+    forbidden = {*EXPERIMENTS, *EXPERIMENTS.values()}
+    found = {str(path.relative_to(source)): roots(path) for path in source.rglob("*.py")}
+    return {name: names & forbidden for name, names in found.items() if names & forbidden}
+
+
+def test_the_library_imports_no_recipe_and_no_reproduction() -> None:
+    assert imports_of_experiments(SOURCE) == {}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import hushgrad_recipes.mnist",
+        "from reproductions import study",
+        "def late():\n    from hushgrad_reproductions.study import Table",
+    ],
+)
+def test_a_planted_import_of_an_experiment_is_caught(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "cli.py").write_text(statement, encoding="utf-8")
+    assert imports_of_experiments(tmp_path).keys() == {"cli.py"}
+
+
+@pytest.mark.parametrize("package", EXPERIMENTS)
+def test_experiments_import_the_library_and_their_own_folder(package: str) -> None:
+    folder = SOURCE.parents[1] / EXPERIMENTS[package]
+    assert (SOURCE.parent / package).samefile(folder)  # a link, so that there is one copy
+    paths = list(folder.glob("*.py"))
+    assert paths
+    for path in paths:
+        ours = {name for name in roots(path) if name.startswith(PACKAGE)} | (
+            roots(path) & {*EXPERIMENTS.values(), "benchmarks", "tests"}
+        )
+        assert ours <= {PACKAGE, package}, path.name
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        library = imported(tree, (EXPERIMENTS[package], path.stem), modules_below(SOURCE))
+        assert not [name for name in library if name.split(".")[0] == "cli"], path.name
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 def test_every_listed_module_is_there() -> None:

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 
 from hushgrad import clipping
 from hushgrad.clipping.rules import Clip, custom
+from hushgrad.events import Participation
 from hushgrad.gradients import Form, Gradients, dense, loop, traced
 from hushgrad.launch import demo
 from hushgrad.rng import Rng
-from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
+from hushgrad.sampling import (
+    CyclicPoisson,
+    FullBatch,
+    Poisson,
+    Shuffled,
+    TruncatedPoisson,
+    WithoutReplacement,
+)
 from hushgrad.sampling.scheme import Scheme
 from hushgrad.testing import check_clip_rule, check_per_sample, check_sampler
 from hushgrad.types import Relation
@@ -167,6 +175,8 @@ def test_a_refused_model_is_named() -> None:
     [
         Poisson(0.1),
         Poisson(1.0),
+        CyclicPoisson(0.1, cycle=4),
+        CyclicPoisson(0.2, cycle=5),
         TruncatedPoisson(0.2, max_batch=12),
         WithoutReplacement(7),
         FullBatch(),
@@ -195,7 +205,7 @@ def _biased(n: int, *, step: int, rng: Rng) -> Any:
     return found[found > 0]
 
 
-GOOD, TURNS = Poisson(0.1), count()
+GOOD, CYCLIC, TURNS = Poisson(0.1), CyclicPoisson(0.1, cycle=4), count()
 BAD_SAMPLERS: dict[str, tuple[Scheme, dict[str, Any], str]] = {
     "twice": (GOOD, {"draw": lambda n, **_: np.array([1, 1])}, "each position at most once"),
     "outside": (GOOD, {"draw": lambda n, **_: np.array([n])}, "positions below 60, got"),
@@ -213,6 +223,21 @@ BAD_SAMPLERS: dict[str, tuple[Scheme, dict[str, Any], str]] = {
         GOOD,
         {"run_event": lambda e, **_: Poisson(0.05).run_event(e, num_records=60, num_steps=1)},
         "a record is in a batch with probability 0.1",
+    ),
+    "other groups at each step": (
+        CYCLIC,
+        {"draw": lambda n, *, step, rng: CYCLIC.draw(n, step=step, rng=rng.derive(step))},
+        "a record at every 4th step only, got 4",
+    ),
+    "another rate": (
+        GOOD,
+        {"participation": Participation(1, 0.05)},
+        r"each turn at rate 0\.05, got \[0\.1",
+    ),
+    "fewer turns": (
+        CYCLIC,
+        {"run_event": lambda e, **_: CYCLIC.run_event(e, num_records=60, num_steps=4)},
+        "for two turns, got .*count a turn for each cycle",
     ),
     "no relation": (Shuffled(7), {"relations": frozenset({Relation.ADD_REMOVE})}, "an accountant"),
 }

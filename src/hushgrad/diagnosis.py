@@ -11,10 +11,18 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from torch import nn
 
-from hushgrad.gradients import Form, auto, certificate_for, per_sample, traced
-from hushgrad.gradients.certification.certify import Certificate
-from hushgrad.gradients.factors.choice import cost_of
-from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients import (
+    Certificate,
+    Form,
+    Gradients,
+    auto,
+    certificate_for,
+    per_sample,
+    recomputed,
+    require_factors,
+    traced,
+)
+from hushgrad.gradients.factors import cost_of
 from hushgrad.types import Batch, Loss, Params
 
 
@@ -108,7 +116,9 @@ def doctor(
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     settings: dict[str, Any] = {"modules": (model,), "idle": idle}
     certificate = certificate_for(loss, params, batch, form=form, **settings)
-    gradients = per_sample(loss, params, batch, form=certificate.form, **settings)
+    # The frugal form holds no factors to show; those of the fast one are the same.
+    shown = traced if certificate.form is recomputed else certificate.form
+    gradients = require_factors(per_sample(loss, params, batch, form=shown, **settings))
     rows = tuple(_row(name, params, certificate, gradients) for name in params)
     return Diagnosis(
         certificate.form.name, rows, tuple(_checks(certificate, params)), certificate.why_not

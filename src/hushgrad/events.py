@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import attr
@@ -23,6 +24,18 @@ from dp_accounting.dp_event import NoOpDpEvent
 from hushgrad.types import Refused
 
 _MOST_STEPS = 10**12  # of a run: more than can be taken, and few enough to be counted exactly
+
+
+@dataclass(frozen=True)
+class Participation:
+    """When a record can be in a batch: at steps g, g + `cycle`, …, each time with chance `rate`.
+
+    The first step g is fixed for the whole run, for each record by itself and without looking at
+    the data, and so is every draw. Noise that is correlated over steps is accounted for by it.
+    """
+
+    cycle: int
+    rate: float
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)

@@ -217,3 +217,14 @@ def _onednn_linear() -> Any:
     except (AttributeError, RuntimeError, TypeError):
         return None
     return linear if same else None
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Are two tensors equal, nan included?"""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if torch.equal(x, y):
+        return True
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())

@@ -11,15 +11,15 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from hushgrad.accounting import ACCOUNTANTS, PLD, gaussian, poisson
 from hushgrad.batches import records
 from hushgrad.clipping.rules import Clip
-from hushgrad.gradients import Form, Gradients, auto, per_sample
-from hushgrad.gradients.certification.deterministic import WithoutRandomness
-from hushgrad.gradients.comparison import COARSE, FINE
-from hushgrad.gradients.forms.loop import one_record
+from hushgrad.events import Participation, repeated
+from hushgrad.gradients import AnyGradients, Form, auto, per_sample
+from hushgrad.gradients.reference import COARSE, FINE, WithoutRandomness, one_record
 from hushgrad.rng import Rng
 from hushgrad.sampling import Scheme
 from hushgrad.types import Batch, Loss, Params, Refused, Relation
@@ -85,7 +85,7 @@ def check_per_sample(
     Random draws (dropout) are replaced by their means. The records must be finite.
     """
 
-    def certified(loss: Loss, batch: Batch) -> Gradients:
+    def certified(loss: Loss, batch: Batch) -> AnyGradients:
         try:
             return per_sample(loss, params, batch, form=form, modules=modules)
         except Refused as refusal:
@@ -127,7 +127,7 @@ def _scales(exact: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.maximum(x.norm(dim=1), 0.01 * total) + 1e-30 for name, x in exact.items()}
 
 
-def _check_norms(g: Gradients, exact: dict[str, Tensor], rough: float, what: str) -> None:
+def _check_norms(g: AnyGradients, exact: dict[str, Tensor], rough: float, what: str) -> None:
     for name, scale in _scales(exact).items():
         norm, at, estimate = exact[name].norm(dim=1), f"{what}, {name}", g.squares[name].estimate
         off = float(((estimate.clamp_min(0).sqrt() - norm).abs() / scale).max())
@@ -140,7 +140,7 @@ def _check_norms(g: Gradients, exact: dict[str, Tensor], rough: float, what: str
 
 
 def _check_sums(
-    g: Gradients, exact: dict[str, Tensor], rough: float, what: str, skip: int = 0
+    g: AnyGradients, exact: dict[str, Tensor], rough: float, what: str, skip: int = 0
 ) -> None:
     for name, scale in _scales(exact).items():
         draws = torch.linspace(-1, 2, len(scale), dtype=torch.float64, device=scale.device)
@@ -204,6 +204,31 @@ def check_sampler(scheme: Scheme, *, num_records: int = 60, steps: int = 2000) -
     most = 6 * math.sqrt(rate * (1 - rate) / steps)
     _require(off <= most, f"{what}: each record as often as any other", off, fix)
     _check_amplification(scheme, num_records, float(rate))
+    if scheme.participation is not None:
+        _check_participation(scheme, scheme.participation, table)
+
+
+def _check_participation(
+    scheme: Scheme, turns: Participation, table: Bool[np.ndarray, "steps records"]
+) -> None:
+    """Each record is drawn at its turns only, at the rate that is stated, and each turn counts."""
+    what, steps = scheme.statement, len(table)
+    groups = np.stack([table[k :: turns.cycle].any(0) for k in range(turns.cycle)])
+    most = int(groups.sum(0).max())
+    fix = "draw a record's first turn once, from rng.derive(...) without the step"
+    _require(most <= 1, f"{what}: a record at every {turns.cycle}th step only", most, fix)
+    seen = [float(table[k :: turns.cycle, group].mean()) for k, group in enumerate(groups)]
+    off = max(
+        abs(rate - turns.rate) for rate, group in zip(seen, groups, strict=True) if any(group)
+    )
+    fix = "state the rate at which a record is drawn when its turn comes"
+    error = 6 * math.sqrt(turns.rate * (1 - turns.rate) * turns.cycle / steps)
+    _require(off <= error, f"{what}: each turn at rate {turns.rate:g}", seen, fix)
+    event = scheme.run_event(gaussian(1.0), num_records=table.shape[1], num_steps=2 * turns.cycle)
+    least = repeated(2, poisson(0.97 * turns.rate, gaussian(1.0)))
+    found, expected = (PLD.epsilon(run, delta=1e-5) for run in (event, least))
+    fix = "count a turn for each cycle of steps"
+    _require(found >= expected, f"{what}: at least ε = {expected:.4g} for two turns", found, fix)
 
 
 def _check_amplification(scheme: Scheme, num_records: int, rate: float) -> None:

@@ -16,8 +16,10 @@ from hushgrad import Rng
 from hushgrad.algorithms import Algorithm
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.noise import Noise, release
-from hushgrad.noise import release as real_release
+from hushgrad.run import step
+from hushgrad.run.execution import Execution
 from hushgrad.run.plan import Plan
+from hushgrad.run.query import BatchPass
 from hushgrad.types import Bounded, Released
 from zoo.small import from_seed
 
@@ -85,8 +87,12 @@ def watched(
     run = hg.train(net, optimizer, records, plan=plan, rng=Rng.fixed(seed), **options)
     seen = Watched(run, net)
 
+    inner = step.release  # another spy may be there
+
     def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:
-        released = real_release(bounded, noise, rng=rng, step=step)
+        released = inner(bounded, noise, rng=rng, step=step)
+        if not dict(net.named_parameters()).keys() <= bounded.sum.keys():
+            return released  # scores or reports
         seen.sums.append(bounded)
         seen.noises.append(noise)
         seen.released.append({n: x.clone() for n, x in released.values.items()})
@@ -103,6 +109,14 @@ def watched(
             run.step(loss_of(net), batch, penalty=decay if penalty else None)
             seen.points.append(point_of(net))
     return seen
+
+
+def batch_pass(
+    net: nn.Module, loss: Any, batch: Any, execution: Execution | None = None, **options: Any
+) -> BatchPass:
+    run = execution or Execution()
+    params = dict(net.named_parameters())
+    return BatchPass(run.objective(loss, params, (net,)), batch, execution=run, **options)
 
 
 def point_of(net: nn.Module) -> Gradient:
@@ -151,11 +165,11 @@ def bound(expected: float) -> Any:
 class Spy:
     """Notes each release of an algorithm's own."""
 
-    def __init__(self, monkeypatch, module: str) -> None:
+    def __init__(self, monkeypatch) -> None:
         self.bounded: list[Bounded] = []
         self.noises: list[Noise] = []
         self.values: list[dict[str, Tensor]] = []
-        monkeypatch.setattr(f"hushgrad.algorithms.{module}.release", self)
+        monkeypatch.setattr("hushgrad.run.step.release", self)
 
     def __call__(self, bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
         found = release(bounded, noise, rng=rng, step=step)

@@ -32,7 +32,7 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP
 from hushgrad.algorithms import Agd, adaptive
-from hushgrad.algorithms.adaptive import _mean, budget
+from hushgrad.algorithms.adaptive import _mean, rho_of
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.run.execution import Execution
 from hushgrad.sampling import FullBatch
@@ -48,7 +48,7 @@ def agd_plan(**changes):
 
 @pytest.mark.parametrize("relation", [Relation.ADD_REMOVE, Relation.REPLACE_ONE])
 def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relation) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     plan = agd_plan(relation=relation)
     seen = watched(plan, monkeypatch, lr=1.0)
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
@@ -60,18 +60,18 @@ def test_what_was_measured_and_chosen_stays_within_the_budget(monkeypatch, relat
         else:  # scores that move by Δ, on a grid of 2⁻¹⁴ of the noise: ε-DP, ε²/2-zCDP
             assert bounded.l1 == bound(3.0)
             spent += (2 / noise.noise_multiplier + 2**-14) ** 2 / 2
-    rho = budget(0.5, relation)
+    rho = rho_of(0.5, relation)
     assert rho == double**2 / 0.5
     assert spent <= rho
     assert spent > 0.6 * rho  # and it was used
-    assert spent == pytest.approx(rho - seen.run._remembered["left"], rel=1e-6)
+    assert spent == pytest.approx(seen.run._spent, rel=1e-6)
     assert plan.event(40) == plan.event(1) == ZCDpEvent(rho)
     assert seen.run._remembered["over"]
     assert seen.run.steps_taken < 40
 
 
 def test_a_step_is_the_chosen_length_along_the_measured_gradient(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     seen = watched(agd_plan(noise_multiplier=0.02), monkeypatch, lr=1.0, penalty=0.01)
     each = [clipped(g, C1) for g in gradients_at(seen.points[0], seen.batches[0])]
     assert_close(spy.bounded[0].sum, total(each, seen.points[0]), 1e-6)
@@ -92,14 +92,20 @@ def test_a_step_is_the_chosen_length_along_the_measured_gradient(monkeypatch) ->
 
 def test_a_gradient_that_leads_nowhere_is_measured_again_and_averaged(monkeypatch) -> None:
     """The choice is made to fall on no step twice, and then on the third length of five."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     chosen = iter([0, 0, 2])
-    monkeypatch.setattr(Agd, "_least", lambda self, scores, rho, context: next(chosen))
+    monkeypatch.setattr(adaptive, "_place_of_least", lambda scores: next(chosen))
     seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0)
-    first = budget(0.5, Relation.ADD_REMOVE) / 8
-    costs = [1 / noise.noise_multiplier**2 / 2 for noise in spy.noises]
+    first = rho_of(0.5, Relation.ADD_REMOVE) / 8
+    measured = [k for k, noise in enumerate(spy.noises) if noise.name == "gaussian"]
+    costs = [1 / spy.noises[k].noise_multiplier ** 2 / 2 for k in measured]
     assert costs == pytest.approx([first, 0.1 * first, 0.11 * first])  # γ of what is known
-    weighted = combine(*((c / sum(costs), x) for c, x in zip(costs, spy.values, strict=True)))
+    weighted = combine(
+        *(
+            (c / sum(costs), x)
+            for c, x in zip(costs, (spy.values[k] for k in measured), strict=True)
+        )
+    )
     step = combine((1.0, seen.points[0]), (-2.0 * 2 / 4 / size(weighted), weighted))
     assert_close(seen.points[1], step, 1e-9)
     assert seen.run._remembered["gradient"] == pytest.approx(sum(costs))
@@ -116,7 +122,7 @@ def test_two_measurements_are_as_good_as_one_of_both_costs() -> None:
 
 
 def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     x, y = data()
     far = x.clone()
     far[0] *= 1e6
@@ -130,7 +136,7 @@ def test_a_loss_of_one_record_moves_a_score_by_at_most_its_bound(monkeypatch) ->
 
 def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeypatch) -> None:
     """Every record at the largest loss: a clamp that is 1 % off shows."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     x, _ = data()
     wrong = 1 - model()(x).argmax(1)  # losses above log 2
     plan = plan_of(Agd(0.5, splits=4), **(FULL | {"epochs": 1, "accountant": RDP}))
@@ -142,7 +148,7 @@ def test_scores_of_the_farthest_records_reach_their_bound_and_stop_there(monkeyp
 
 def test_a_penalty_does_not_carry_scores_to_where_a_record_is_lost(monkeypatch) -> None:
     """At 1e20 float64 has steps of 16384, and one record would move a score by that."""
-    spy = Spy(monkeypatch, "adaptive")
+    spy = Spy(monkeypatch)
     seen = watched(agd_plan(epochs=1), monkeypatch, lr=1.0, penalty=1e20)
     scores = [found.sum["scores"] for found in spy.bounded if "scores" in found.sum]
     assert float(torch.stack(scores).max()) == 2.0**36 * 3.0
@@ -244,8 +250,11 @@ def test_adaptive_budgets_need_their_accountant_and_noise() -> None:
     assert 0.99 < met.epsilon <= 1.0
     with pytest.raises(Refused, match="rdp accountant"):
         _ = agd_plan(accountant=PLD).epsilon
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    run = hg.train(net, optimizer, data(), plan=agd_plan(noise_multiplier=0.0), rng=Rng.fixed(0))
     with pytest.raises(Refused, match="expected noise"):
-        budget(0.0, Relation.ADD_REMOVE)
+        run.step(loss_of(net), next(iter(run)))
     with pytest.raises(Refused, match="full batches"):
         plan_of(Agd(3.0))
     with pytest.raises(ValueError, match="largest_loss > 0"):

@@ -11,6 +11,7 @@ from record_by_record import (
     FEATURES,
     RECORDS,
     assert_close,
+    batch_pass,
     bound,
     combine,
     data,
@@ -29,7 +30,7 @@ import hushgrad as hg
 from hushgrad import Refused, Rng
 from hushgrad.algorithms import FedAvg, Sgd
 from hushgrad.run.metrics import Metrics
-from hushgrad.run.step import BatchPass, Summand
+from hushgrad.run.query import ClippedSum, Summand
 from hushgrad.sampling import FullBatch
 
 FULL = {"sampling": FullBatch(), "batch": RECORDS, "epochs": 4}
@@ -95,8 +96,10 @@ def test_a_client_keeps_its_bound_in_half_precision(dtype: torch.dtype) -> None:
     x, y = clients()
     for k in range(12):
         one = (x[k : k + 1].to(dtype), y[k : k + 1])
-        work = BatchPass(loss_of(net), dict(net.named_parameters()), one, modules=(net,))
-        found = work.sum(lambda part: [Summand(FedAvg(0.4, 2).updates(part), hg.normalize(0.1))])
+        query = ClippedSum(
+            lambda own: [Summand(own, hg.normalize(0.1))], vectors=FedAvg(0.4, 2).updates
+        )
+        found = query.bounded(batch_pass(net, loss_of(net), one))
         assert all(each.dtype != dtype or dtype is torch.float32 for each in found.sum.values())
         assert 0.099 < size({n: each.double() for n, each in found.sum.items()}) <= 0.1 * (1 + 1e-5)
 

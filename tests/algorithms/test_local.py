@@ -40,7 +40,7 @@ LOCAL = FULL | {"relation": Relation.REPLACE_ONE}
 def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
     monkeypatch, micro_batch: int | None
 ) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     plan = plan_of(LocalGd(), **LOCAL, noise_multiplier=3.0)
     seen = watched(plan, monkeypatch, execution=Execution(micro_batch=micro_batch))
     parts = 1 if micro_batch is None else 4
@@ -63,7 +63,7 @@ def test_each_record_reports_its_clipped_gradient_with_noise_of_its_own(
 
 
 def test_equal_records_in_two_micro_batches_do_not_share_their_noise(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     x, y = data(8)
     twice = (torch.cat([x, x]), torch.cat([y, y]))
     plan = plan_of(LocalGd(), **(LOCAL | {"batch": 16, "records": 16, "epochs": 1}))
@@ -183,7 +183,7 @@ def test_a_pure_run_learns_and_is_accounted_for(monkeypatch) -> None:
 
 
 def test_a_record_on_its_own_sends_the_same_kind_of_report(monkeypatch) -> None:
-    spy = Spy(monkeypatch, "local")
+    spy = Spy(monkeypatch)
     gradient = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     asked = {"clip_norm": 1.0, "noise_multiplier": 2.0}
     sent = [report(gradient, **asked, rng=Rng.fixed(k), step=0) for k in range(400)]

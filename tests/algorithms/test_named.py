@@ -24,7 +24,7 @@ def test_every_name_has_a_plan_that_it_can_take(name: str) -> None:
     assert (plan.metrics is not None) == setting.algorithm.carries_metrics
     assert (plan.relation is Relation.REPLACE_ONE) == (name == "ldp")
     assert plan.epsilon > 0
-    assert not plan.algorithm.output.silent  # a folder is written
+    assert not plan.parts.output.silent  # a folder is written
 
 
 @pytest.mark.parametrize("name", ["srm", "agd"])

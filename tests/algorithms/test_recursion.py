@@ -13,6 +13,7 @@ from record_by_record import (
     RECORDS,
     Gradient,
     assert_close,
+    batch_pass,
     bound,
     clipped,
     combine,
@@ -36,7 +37,9 @@ from hushgrad.gradients import loop
 from hushgrad.noise import gaussian as gaussian_noise
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
-from hushgrad.run.step import BatchPass, Part, StepContext, Summand
+from hushgrad.run.permit import Allowance, Permit
+from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand
+from hushgrad.run.step import StepContext
 from hushgrad.sampling import FullBatch, Shuffled
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
@@ -148,12 +151,16 @@ def test_randomness_is_replayed_at_the_second_point(monkeypatch) -> None:
     assert all(size(found.sum) < 1e-9 for found in seen.sums[1:])
 
 
+def only_part(net: nn.Module) -> Part:
+    (part,) = batch_pass(net, loss_of(net), data()).parts()
+    return part
+
+
 def test_without_replay_dropout_would_show() -> None:
     net = model(dropout=0.5)
     params = dict(net.named_parameters())
-    part = Part(loss_of(net), params, data(), (net,), Execution())
-    first = part.here.weighted_sum({n: torch.ones(RECORDS).double() for n in params})
-    again = Part(loss_of(net), params, data(), (net,), Execution()).here
+    first, again = (only_part(net).gradients() for _ in range(2))
+    first = first.weighted_sum({n: torch.ones(RECORDS).double() for n in params})
     second = again.weighted_sum({n: torch.ones(RECORDS).double() for n in params})
     assert size(combine((1.0, first), (-1.0, second))) > 0.1
 
@@ -163,7 +170,7 @@ def test_other_points_leave_the_parameters_and_the_generator_alone() -> None:
     params = dict(net.named_parameters())
     before, pointers = point_of(net), [p.data_ptr() for p in params.values()]
     elsewhere = {name: x + 1 for name, x in before.items()}
-    part = Part(loss_of(net), params, data(), (net,), Execution())
+    part = only_part(net)
     state = torch.get_rng_state()
     part.at(elsewhere)
     assert torch.equal(state, torch.get_rng_state())
@@ -190,9 +197,8 @@ def test_a_record_keeps_its_bound_at_two_points(
     most = C2 if combined else gamma * C1 + (1 - gamma) * C2
     for k in range(2):
         one = (batch[0][k : k + 1], batch[1][k : k + 1])
-        work = BatchPass(loss, params, one)
-        context = _round(work)
-        found = work.sum(srm._query(context, before))
+        work = batch_pass(net, loss, one)
+        found = srm._query(_round(work), before).bounded(work)
         assert found.l2 == bound(most)
         assert size(found.sum) <= most * (1 + 1e-5)
 
@@ -200,18 +206,18 @@ def test_a_record_keeps_its_bound_at_two_points(
 def test_a_bound_with_c1_and_c2_swapped_would_be_broken() -> None:
     """Trap 5: section 7.1 prints (1 − γ)C1 + γC2, which far-apart points exceed or waste."""
     net = model()
-    params = dict(net.named_parameters())
-    before = {n: p.detach() + 3.0 for n, p in params.items()}
+    before = {n: p.detach() + 3.0 for n, p in net.named_parameters()}
     x, y = data(1)
     wide = Srm(0.9, abadi(1e-3))
-    work = BatchPass(loss_of(net), params, (30 * x, 1 - y))
-    found = size(work.sum(wide._query(_round(work), before)).sum)
+    work = batch_pass(net, loss_of(net), (30 * x, 1 - y))
+    found = size(wide._query(_round(work), before).bounded(work).sum)
     assert found > 2 * ((1 - 0.9) * C1 + 0.9 * 1e-3)
     assert found <= (0.9 * C1 + 0.1 * 1e-3) * (1 + 1e-5)
 
 
 def _round(work: BatchPass) -> StepContext:
-    return StepContext(work, abadi(C1), gaussian_noise(1.0), 1.0, step=1, rng=Rng.fixed(0))
+    permit = Permit(1, (Allowance(ClippedSum, gaussian_noise(1.0)),), work.batch)
+    return StepContext(Rng.fixed(0), permit, work, abadi(C1))
 
 
 def test_the_average_is_that_of_the_points(monkeypatch) -> None:
@@ -292,11 +298,11 @@ def test_a_first_batch_of_all_records_is_a_full_one() -> None:
 
 def test_a_step_asks_once() -> None:
     net = model()
-    work = BatchPass(loss_of(net), dict(net.named_parameters()), data())
-    context = _round(work)
-    context.mean(lambda part: [Summand(part.here, abadi(1.0))])
-    with pytest.raises(Refused, match="one query for each step"):
-        context.mean(lambda part: [Summand(part.here, abadi(1.0))])
+    context = _round(batch_pass(net, loss_of(net), data()))
+    query = ClippedSum(lambda here: [Summand(here, abadi(1.0))])
+    context.release(query)
+    with pytest.raises(Refused, match="at most 1 release at step 1"):
+        context.release(query)
 
 
 class Tied(nn.Module):
@@ -325,8 +331,8 @@ def test_tied_weights_and_convolutions_have_their_differences(gap: float) -> Non
         return F.cross_entropy(net(batch).transpose(1, 2), batch, reduction="none").mean(1)
 
     def summed(execution: Execution) -> dict[str, torch.Tensor]:
-        work = BatchPass(loss, params, words, modules=(net,), execution=execution)
-        found = work.sum(Srm(GAMMA, abadi(C2))._query(_round(work), before))
+        work = batch_pass(net, loss, words, execution)
+        found = Srm(GAMMA, abadi(C2))._query(_round(work), before).bounded(work)
         assert found.l2 == bound(GAMMA * C1 + (1 - GAMMA) * C2)
         return found.sum
 
@@ -346,8 +352,8 @@ def test_a_compiled_pass_sees_both_points() -> None:
         return F.cross_entropy(net(batch[0]), batch[1], reduction="none")
 
     def summed(execution: Execution) -> dict[str, torch.Tensor]:
-        work = BatchPass(loss, params, (x.float(), y), modules=(net,), execution=execution)
-        return work.sum(Srm(GAMMA, abadi(1.0))._query(_round(work), before)).sum
+        work = batch_pass(net, loss, (x.float(), y), execution)
+        return Srm(GAMMA, abadi(1.0))._query(_round(work), before).bounded(work).sum
 
     slow = summed(Execution(form=loop))
     for _ in range(2):
@@ -358,9 +364,9 @@ def test_a_term_that_is_subtracted_counts_in_the_bound() -> None:
     """A record moves the sum by both of its terms, whatever their signs are."""
     net = model()
     x, y = data(1)
-    work = BatchPass(loss_of(net), dict(net.named_parameters()), (10 * x, y))
-    found = work.sum(
-        lambda part: [Summand(part.here, abadi(0.1)), Summand((-1.0) * part.here, abadi(0.1), -2.0)]
+    query = ClippedSum(
+        lambda here: [Summand(here, abadi(0.1)), Summand((-1.0) * here, abadi(0.1), -2.0)]
     )
+    found = query.bounded(batch_pass(net, loss_of(net), (10 * x, y)))
     assert size(found.sum) > 0.29
     assert found.l2 == bound(0.3)

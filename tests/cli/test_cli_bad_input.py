@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from hushgrad.cli import app
 from hushgrad.cli.chart import draw_chart
+from hushgrad.launch.plugins import REPRODUCTIONS, plugin_names
 from hushgrad.ledger import Ledger
-from hushgrad.reproductions import REPRODUCTIONS
 from hushgrad.run.guarantee import up
 
 NUMBERS = (
@@ -114,7 +114,7 @@ def test_an_option_of_any_number_ends_in_a_result_or_a_sentence(
     base: Sequence[str], option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever goes through must not be run for minutes.
-    monkeypatch.setitem(REPRODUCTIONS, "lazy-region", lambda settings: None)
+    monkeypatch.setattr("hushgrad_reproductions.lazy_region.lazy_regions", lambda settings: None)
     for value in NUMBERS:
         require_sentence(*changed(base, option, value))
 
@@ -181,13 +181,13 @@ def test_rates_and_noise_that_overflow_are_refused_before_the_run() -> None:
 def test_any_place_ends_in_a_result_or_a_sentence(
     base: Sequence[str], option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(REPRODUCTIONS, "lazy-region", lambda settings: None)
+    monkeypatch.setattr("hushgrad_reproductions.lazy_region.lazy_regions", lambda settings: None)
     Ledger(Path("known.sqlite")).set_budget("a", epsilon=1.0, delta=1e-5)
     for place in PLACES:
         require_sentence(*changed(base, option, place))
 
 
-@pytest.mark.parametrize("name", list(REPRODUCTIONS))
+@pytest.mark.parametrize("name", plugin_names(REPRODUCTIONS))
 def test_a_reproduction_that_cannot_write_says_so(name: str) -> None:
     require_sentence("reproduce", name, "--out=/dev/null/x", succeeds=False)
 

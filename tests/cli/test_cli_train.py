@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import hushgrad
 import trial_recipes
 from hushgrad.cli import app
-from hushgrad.cli.options import bound, split
+from hushgrad.cli.options import arguments_for, split_arguments
 from hushgrad.ledger import Ledger
 
 HERE = Path(__file__).parents[1]
@@ -172,6 +172,12 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown function": ((f"{RECIPES}:nothing",), "no function 'nothing'"),
     "unknown file": (("nothing.py:f",), "no file nothing.py"),
     "no colon": (("cats",), "no colon"),
+    "unknown installed recipe": (
+        ("mnist:manual",),
+        "no recipe 'manual'; it has abadi, automatic, strong",
+    ),
+    "unknown rule": (("digits", "--clip", "median"), "automatic, abadi, normalize, discard"),
+    "unknown algorithm": (("digits", "--algorithm", "adam"), "sgd, gd, srm"),
     "returns a number": (
         (f"{RECIPES}:number",),
         "returns a hushgrad.launch.recipe.Recipe, got a int",
@@ -345,14 +351,17 @@ def test_options_are_converted_by_their_annotations() -> None:
     def function(*, a: int, b: float | None = None, c: bool = False, d: Path = Path()) -> None: ...
 
     given = {"a": "3", "b": "0.5", "c": "yes", "d": "x/y"}
-    found = bound(function, given, offered={"e": 1}, name="f")
+    found = arguments_for(function, given, offered={"e": 1}, name="f")
     assert found == {"a": 3, "b": 0.5, "c": True, "d": Path("x/y")}
-    assert bound(function, {}, offered={"a": 7}, name="f") == {"a": 7}
+    assert arguments_for(function, {}, offered={"a": 7}, name="f") == {"a": 7}
     with pytest.raises(ValueError, match="--a as a whole number"):
-        bound(function, {"a": "0.5"}, offered={}, name="f")
+        arguments_for(function, {"a": "0.5"}, offered={}, name="f")
     with pytest.raises(ValueError, match="true or false"):
-        bound(function, {"a": "1", "c": "perhaps"}, offered={}, name="f")
+        arguments_for(function, {"a": "1", "c": "perhaps"}, offered={}, name="f")
 
 
 def test_a_word_after_an_option_is_its_value() -> None:
-    assert split(["r:f", "--a-b", "-1", "--flag"]) == ("r:f", {"a_b": "-1", "flag": "true"})
+    assert split_arguments(["r:f", "--a-b", "-1", "--flag"]) == (
+        "r:f",
+        {"a_b": "-1", "flag": "true"},
+    )

@@ -31,7 +31,8 @@ from hushgrad.gradients.factors.sums import (
     sum_of_products,
     sum_of_rows,
 )
-from hushgrad.run.step import BatchPass, Summand
+from hushgrad.gradients.objective import Objective
+from hushgrad.run.query import BatchPass, ClippedSum, Summand
 from hushgrad.types import Refused
 
 WIDTH = 16
@@ -227,8 +228,9 @@ def test_federated_clients_are_summed_as_exactly() -> None:
     x = alike(clients, 1, WIDTH)
 
     def total(x: Tensor) -> Tensor:
-        work = BatchPass(lambda x: layer(x)[:, 0], dict(layer.named_parameters()), x)
-        bounded = work.sum(lambda part: [Summand(algorithm.updates(part), normalize())])
+        objective = Objective(lambda x: layer(x)[:, 0], dict(layer.named_parameters()), ())
+        query = ClippedSum(lambda own: [Summand(own, normalize())], vectors=algorithm.updates)
+        bounded = query.bounded(BatchPass(objective, x))
         return bounded.sum["weight"].double()
 
     assert abs(float((total(x) - total(x[1:])).norm()) - 1) <= SUM_SLACK
@@ -335,15 +337,15 @@ def test_one_record_moves_a_large_dealt_batch_by_its_share_alone(records: int, f
     def total(x: Tensor, pieces: Pieces | None) -> Tensor:
         execution = Execution() if form is None else Execution(form=form)
         work = BatchPass(
-            lambda x: layer(x).sum(1),
-            params,
+            Objective(lambda x: layer(x).sum(1), params, ()),
             x,
             groups=per_layer,
             execution=execution,
             expected=normalize(),
             pieces=pieces,
         )
-        return work.sum(lambda part: [Summand(part.here, normalize())]).sum["weight"].double()
+        query = ClippedSum(lambda here: [Summand(here, normalize())])
+        return query.bounded(work).sum["weight"].double()
 
     full = total(x, Pieces(count, rng))
     for pieces in (Draws(count, rng), None):

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from hushgrad import gradients
+from hushgrad.gradients import taking
 
 
 @pytest.fixture
 def certifications(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows by one with every certification."""
     seen: list[Any] = []
-    plain = gradients.certify
+    plain = taking.certify
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return plain(*args)
 
-    monkeypatch.setattr(gradients, "certify", counted)
+    monkeypatch.setattr(taking, "certify", counted)
     return seen

@@ -17,11 +17,11 @@ from hushgrad.data import Split, digits
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import Views
 from hushgrad.sampling import Poisson
-from recipes import a9a, cifar10, fashion_mnist, mnist
-from recipes.classifier import Settings, classifier
-from recipes.images import standardised, upright
-from recipes.networks import cnn5, tanh_cnn
-from recipes.views import shifted
+from hushgrad_recipes import a9a, cifar10, fashion_mnist, mnist
+from hushgrad_recipes.classifier import Settings, classifier
+from hushgrad_recipes.images import set_upright, standardise
+from hushgrad_recipes.networks import cnn5, tanh_cnn
+from hushgrad_recipes.views import random_shifts
 
 real = pytest.mark.skipif("HUSHGRAD_DATA" not in os.environ, reason="HUSHGRAD_DATA is not set")
 
@@ -136,7 +136,7 @@ def places(view: torch.Tensor, image: torch.Tensor) -> list[tuple[int, int]]:
 
 def test_views_are_shifts_of_each_image_by_itself() -> None:
     images, labels = torch.rand(64, 1, 9, 9), torch.arange(64)
-    moved, same = shifted(2)((images, labels))
+    moved, same = random_shifts(2)((images, labels))
     assert torch.equal(same, labels)
     found = [places(view, image) for view, image in zip(moved, images, strict=True)]
     assert all(len(each) == 1 for each in found)
@@ -145,7 +145,7 @@ def test_views_are_shifts_of_each_image_by_itself() -> None:
 
 def test_half_of_the_views_are_mirror_images() -> None:
     images = torch.rand(64, 1, 9, 9)
-    views, _ = shifted(2, mirrored=True)((images, torch.zeros(64)))
+    views, _ = random_shifts(2, mirrored=True)((images, torch.zeros(64)))
     pairs = list(zip(views, images, strict=True))
     plain = sum(len(places(view, image)) for view, image in pairs)
     turned = sum(len(places(view, image.flip(-1))) for view, image in pairs)
@@ -207,7 +207,7 @@ def test_correct_is_one_where_the_largest_score_is_the_label() -> None:
     assert made.correct(made.test).tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("prepare", [upright, standardised])
+@pytest.mark.parametrize("prepare", [set_upright, standardise])
 def test_an_image_is_prepared_by_itself(prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
     images = torch.rand(9, 1, 28, 28)
     blank = torch.zeros(1, 1, 28, 28)
@@ -220,5 +220,5 @@ def test_a_slanted_line_is_set_upright_in_the_middle() -> None:
     line = torch.zeros(1, 1, 28, 28)
     for i in range(4, 20):
         line[0, 0, i, 2 + i // 2] = line[0, 0, i, 3 + i // 2] = 1.0
-    columns = upright(line)[0, 0].sum(0)
+    columns = set_upright(line)[0, 0].sum(0)
     assert columns[11:17].sum() > 0.95 * columns.sum() and line[0, 0].sum(0)[11:17].sum() < 8

@@ -15,11 +15,12 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from hushgrad.noise import Noise, compiled, gaussian, laplace, release, releasing, standard
+from hushgrad.noise import Noise, compiled, gaussian, laplace, release, releasing, standard, threads
+from hushgrad.noise.mixing import WORTH_COMPILING
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded
 
-CHUNK, PIECE, SMALL = releasing._CHUNK, releasing._PIECE, releasing._SMALL
+CHUNK, PIECE, SMALL = threads.CHUNK, threads.PIECE, releasing._SMALL
 LENGTHS = [0, 1, 2, 3, 7, 8, 15, 16, 17, 1000, 1001, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 PLAIN = partial(standard.add_pairs, standard.normal_pair)
 DTYPES = [torch.float32, torch.float64]
@@ -34,7 +35,7 @@ def machine_code() -> compiled.AddNormals:
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads_restored() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -94,7 +95,7 @@ NOISES = pytest.mark.parametrize("noise", [gaussian(1.3), laplace(0.5)], ids=str
 
 
 @NOISES
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads_restored")
 def test_the_number_of_threads_does_not_show(noise: Noise) -> None:
     total, found = mixed(), []
     for count in (1, 2, 3, 8):
@@ -109,14 +110,14 @@ def test_the_chunks_do_not_show(
     monkeypatch: pytest.MonkeyPatch, noise: Noise, chunk: int, piece: int
 ) -> None:
     expected = released(mixed(), noise)
-    monkeypatch.setattr(releasing, "_CHUNK", chunk)
-    monkeypatch.setattr(releasing, "_PIECE", piece)
+    monkeypatch.setattr(threads, "CHUNK", chunk)
+    monkeypatch.setattr(threads, "PIECE", piece)
     assert same(released(mixed(), noise), expected)
 
 
 def test_machine_code_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = released(mixed())
-    monkeypatch.setattr(releasing, "add_normals", lambda: None)
+    monkeypatch.setattr(releasing, "compiled_add_normals", lambda: None)
     assert same(released(mixed()), expected)
 
 
@@ -125,10 +126,10 @@ def test_a_large_release_uses_machine_code_and_a_small_one_does_not_wait_for_it(
 ) -> None:
     asked = []
     monkeypatch.setattr(releasing, "is_loaded", lambda: False)
-    monkeypatch.setattr(releasing, "add_normals", lambda: asked.append(True))
+    monkeypatch.setattr(releasing, "compiled_add_normals", lambda: asked.append(True))
     released(Bounded({"w": numbers(1000)}, 1.0))
     assert not asked
-    released(Bounded({"w": numbers(releasing._WORTH_COMPILING)}, 1.0))
+    released(Bounded({"w": numbers(WORTH_COMPILING)}, 1.0))
     assert asked
 
 
@@ -175,7 +176,9 @@ def test_a_compiler_that_fails_only_costs_time(
 def test_an_entry_gets_the_value_of_its_place() -> None:
     """Entry i of the whole sum, large tensors starting at even places, is word i's."""
     sums = {"a": torch.zeros(3), "b": torch.zeros(SMALL), "c": torch.zeros(2), "d": torch.zeros(4)}
-    out = releasing._noised(list(releasing._runs(sums)), sums, gaussian(1.0), 1.0, Rng.fixed(1))
+    runs = list(releasing._runs(sums))
+    vectors = releasing._noised(runs, gaussian(1.0), 1.0, Rng.fixed(1))
+    out = releasing._by_name(runs, sums, vectors)
     drawn = standard.standard_normal(SMALL + 10, Rng.fixed(1))
     expected = (drawn / 2.0**-14).round() * 2.0**-14
     assert torch.equal(out["a"], expected[:3])
@@ -241,7 +244,7 @@ def test_the_bits_are_those_of_the_last_version(without_numba: bool) -> None:
     hidden = "import sys; sys.modules['numba'] = None\n" if without_numba else ""
     loaded = "; print(bool(sys.modules.get('numba')))"
     digest, compiled = output(hidden + RELEASE + "print(released(total(70001)))" + loaded).split()
-    assert digest == "a8fb66389cb22721f72a30f08d3c65fe5c7ee5ae1411fbc17913eb8a5dbbb489"
+    assert digest == "b3bd21308cdec876dbfb7f5916b5e541a2b1a0e10dc8b2ec9cd6d6362b20c288"
     assert compiled == str(not without_numba)
 
 

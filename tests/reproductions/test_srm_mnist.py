@@ -11,9 +11,9 @@ import torch
 
 from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad.points import distance, point
-from hushgrad.reproductions import srm_mnist
-from hushgrad.reproductions.study import StudySettings
+from hushgrad_reproductions import srm_mnist
 
 
 def stripes(records: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +46,8 @@ def test_a_curve_ends_at_what_the_run_gives_out(monkeypatch: pytest.MonkeyPatch)
         return 0.0
 
     monkeypatch.setattr(srm_mnist, "_error", noted)
-    method = srm_mnist.Method("DP-SGD", batch=20, passes=4.1, rate=0.5)
-    curve = srm_mnist._trained(method.plan(200, 50.0), method.rate, data, data, 0)
+    method = srm_mnist.TunedMethod("DP-SGD", batch=20, passes=4.1, rate=0.5)
+    curve = srm_mnist._train_with_curve(method.plan(200, 50.0), method.rate, data, data, 0)
     assert [steps for steps, _, _ in curve] == list(range(3, 42, 2))
     assert distance(seen[-1], point(dict(model.named_parameters()))) == 0
     assert distance(seen[-2], seen[-1]) > 0

@@ -15,13 +15,14 @@ import torch
 from hushgrad.data.split import Split
 from hushgrad.data.tables import a9a
 from hushgrad.glm import PrivateLogisticRegression
-from hushgrad.reproductions.linear import PENALTY, linear_task, minimum, perturbed
-from hushgrad.reproductions.methods import METHODS, PAPER, TIGHT, Task
-from hushgrad.reproductions.srm_table2 import PUBLISHED, srm_table2
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad.types import Relation
+from hushgrad_reproductions.linear import PENALTY, fit_perturbed, linear_task, minimum
+from hushgrad_reproductions.methods import METHODS, PAPER, TIGHT, Task
+from hushgrad_reproductions.srm_table2 import PUBLISHED, srm_table2
+from hushgrad_reproductions.study import Figure, Table, figures
 
-MODULE = importlib.import_module("hushgrad.reproductions.srm_table2")
+MODULE = importlib.import_module("hushgrad_reproductions.srm_table2")
 
 
 def small(name: str, records: int = 400) -> Split:
@@ -53,7 +54,7 @@ def test_objective_and_gradient_are_those_of_the_paper() -> None:
     (gradient,) = torch.autograd.grad(loss, theta)
     margins = (2.0 * ty - 1) * (tx.double() @ theta)
     test = (torch.log1p(torch.exp(-margins)).mean() + penalty).detach()
-    found = task.measured(model)
+    found = task.measurements(model)
     assert found["gradient"] == pytest.approx(float(gradient.norm()), rel=1e-5)
     assert found["objective"] == pytest.approx(float(test), rel=1e-5)
 
@@ -71,8 +72,8 @@ def test_objective_perturbation_states_the_bound_on_rows_and_the_relation(
         made.append(PrivateLogisticRegression(**settings))
         return made[0]
 
-    monkeypatch.setattr("hushgrad.reproductions.linear.PrivateLogisticRegression", spied)
-    found = perturbed(
+    monkeypatch.setattr("hushgrad_reproductions.linear.PrivateLogisticRegression", spied)
+    found = fit_perturbed(
         linear_task(small("a9a"), scaled=scaled), epsilon=2.0, delta=1e-5, relation=relation, seed=0
     )
     assert made[0].feature_norm == pytest.approx(1.0 if scaled else math.sqrt(14))

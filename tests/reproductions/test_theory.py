@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hushgrad.reproductions import glm_dimension as dimension
-from hushgrad.reproductions import glm_lower_bound as lower
-from hushgrad.reproductions import lazy_region as lazy
-from hushgrad.reproductions.descending import noise_multiplier
-from hushgrad.reproductions.glm_lower_bound import LOGISTIC, SQUARED
-from hushgrad.reproductions.study import StudySettings
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad_reproductions import glm_dimension as dimension
+from hushgrad_reproductions import glm_lower_bound as lower
+from hushgrad_reproductions import lazy_region as lazy
+from hushgrad_reproductions.descending import noise_multiplier
+from hushgrad_reproductions.glm_lower_bound import LOGISTIC, SQUARED
 
 
 def settings(out: Path, seeds: int = 2) -> StudySettings:
@@ -85,7 +85,7 @@ def test_the_excess_risk_is_free_of_the_dimension_until_a_projection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dimension, "STEPS", 40)
-    given, noise = dimension.problem(128), noise_multiplier(2.0, 1e-5, 40) / 128
+    given, noise = dimension.risk_problem(128), noise_multiplier(2.0, 1e-5, 40) / 128
     small, large = (dimension.excess_risks(given, p, noise=noise, seeds=4) for p in (6, 2000))
     free = [np.array(risks["free"].values) for risks in (small, large)]
     spread = math.hypot(*(np.std(values, ddof=1) / 2 for values in free))
@@ -113,7 +113,7 @@ def test_without_noise_no_dimension_and_no_projection_shows(
 ) -> None:
     monkeypatch.setattr(dimension, "STEPS", 30)
     monkeypatch.setattr(dimension, "EPSILON", math.inf)
-    given = dimension.problem(64)
+    given = dimension.risk_problem(64)
     found = [dimension.excess_risks(given, p, noise=0.0, seeds=1) for p in (5, 500)]
     for risks in found:
         assert risks["free"].mean == pytest.approx(found[0]["free"].mean, rel=1e-9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hushgrad as hg
 from hushgrad import gradients
 from hushgrad.cli.progress import LOGGER, Relay
-from hushgrad.gradients import compiled, traced
+from hushgrad.gradients import compiled, taking, traced
 from hushgrad.launch.preflight import check
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.execution import Execution
@@ -28,13 +28,13 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The certifications and extensions that are made, by name."""
     made: list[str] = []
     for name in ("certify", "extend"):
-        function = getattr(gradients, name)
+        function = getattr(taking, name)
 
         def noted(*args: Any, name: str = name, function: Any = function) -> Any:
             made.append(name)
             return function(*args)
 
-        monkeypatch.setattr(gradients, name, noted)
+        monkeypatch.setattr(taking, name, noted)
     return made
 
 
@@ -95,7 +95,7 @@ def test_programs_are_made_for_the_sizes_that_come(monkeypatch: pytest.MonkeyPat
         asked.append(args[4])
         raise Stop
 
-    monkeypatch.setattr(gradients, "certify", certify)
+    monkeypatch.setattr(taking, "certify", certify)
     layer = nn.Linear(3, 2)
     for form in ((compiled, traced), (traced,)):
         with pytest.raises(Stop):

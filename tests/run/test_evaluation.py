@@ -104,7 +104,7 @@ def test_replacing_a_record_costs_no_more_noise_than_removing_it(
         seen.append(bounded)
         return release(bounded, noise, **settings)
 
-    monkeypatch.setattr("hushgrad.run.evaluation.release", released)
+    monkeypatch.setattr("hushgrad.run.step.release", released)
     values = {str(n): itself for n in range(k)}
 
     def asked(data: Tensor, relation: Relation) -> Evaluation:
@@ -212,7 +212,7 @@ def test_the_charge_is_durable_while_the_noise_is_made(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hushgrad.run.evaluation.release", interrupted)
+    monkeypatch.setattr("hushgrad.run.step.release", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(
             {"x": itself},

@@ -30,15 +30,7 @@ from hushgrad.accounting.additive import ACCOUNTANTS, GDP, ZCDP, Gdp, Zcdp
 from hushgrad.accounting.calibration import Calibrated, Target, calibrate, least_noise, most
 from hushgrad.accounting.events import gaussian, poisson, uniformly_stopped
 from hushgrad.accounting.group import group_epsilon
-from hushgrad.accounting.training import (
-    SamplingOf,
-    Training,
-    fixed_batches,
-    full_batches,
-    poisson_batches,
-    shuffled_batches,
-    truncated_batches,
-)
+from hushgrad.accounting.training import Training
 from hushgrad.events import (
     MixedDpEvent,
     PureDpEvent,
@@ -46,6 +38,14 @@ from hushgrad.events import (
     joint_multiplier,
     on_one_batch,
     repeated,
+)
+from hushgrad.sampling.named import (
+    SamplingOf,
+    fixed_batches,
+    full_batches,
+    poisson_batches,
+    shuffled_batches,
+    truncated_batches,
 )
 
 __all__ = [

@@ -2,48 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.events import gaussian
-from hushgrad.sampling import (
-    FullBatch,
-    Poisson,
-    Sampling,
-    Shuffled,
-    TruncatedPoisson,
-    WithoutReplacement,
-)
-
-SamplingOf = Callable[[int, int], Sampling]
-"""A batch's size and the number of records, to the sampling that draws such batches."""
-
-
-def poisson_batches(batch: int, records: int) -> Sampling:
-    """Each record by itself with probability batch / records: the default."""
-    return Poisson(batch / records)
-
-
-def fixed_batches(batch: int, records: int) -> Sampling:
-    """Batches of one size, drawn without replacement and anew at each step."""
-    return WithoutReplacement(batch)
-
-
-def shuffled_batches(batch: int, records: int) -> Sampling:
-    """Shuffled epochs in batches of one size, without amplification."""
-    return Shuffled(batch)
-
-
-def full_batches(batch: int, records: int) -> Sampling:
-    """Every record at every step."""
-    return FullBatch()
-
-
-def truncated_batches(max_batch: int) -> SamplingOf:
-    """Poisson sampling in which a batch larger than `max_batch` is cut to it at random."""
-    return lambda batch, records: TruncatedPoisson(batch / records, max_batch)
+from hushgrad.sampling.named import SamplingOf, poisson_batches
 
 
 @dataclass(frozen=True)

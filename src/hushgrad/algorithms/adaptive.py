@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from dp_accounting import DpEvent, NonPrivateDpEvent
-from dp_accounting.dp_event import NoOpDpEvent, ZCDpEvent
+from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import (
-    Conditions,
-    State,
-    StepPlan,
-    check_output,
-    refuse_direct,
-    require_full,
-)
-from hushgrad.algorithms.output import FARTHEST, Output, choosing, last
+from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, refuse_direct, require_full
+from hushgrad.algorithms.output import FARTHEST, Output, choosing, chosen, last
 from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import restored
-from hushgrad.noise import gaussian, release
+from hushgrad.gradients import restored, unwrap_constants
+from hushgrad.noise import Noise, gaussian, laplace
 from hushgrad.points import Values, norm, point, swapped
-from hushgrad.run.step import Part, StepContext, Summand, gradient_of
-from hushgrad.types import Bounded, Params, Refused, Relation
+from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit
+from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand, answerable
+from hushgrad.run.step import StepContext, gradient_of
+from hushgrad.types import Bounded, Params, Refused, Relation, Released
 
 _MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that a record keeps its bits
-_EPSILON_OF_ROUNDING = 1e-9  # of ρ: what is left is never more than there is
+_EPSILON_OF_ROUNDING = 1e-9  # of ρ: so many splits fit, however they are rounded
 
 
 @dataclass(frozen=True)
@@ -63,125 +56,136 @@ class Agd:
     gamma: float = 0.1
     output: Output = last
     carries_metrics: ClassVar[bool] = False
+    owns_penalty: ClassVar[bool] = True  # steps are chosen with it
 
     def __post_init__(self) -> None:
         for name in ("largest_loss", "longest_step", "gamma"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}")
-        if self.splits < 2 or self.choices < 2:  # one split would be a hair above the budget
+        if self.splits < 2 or self.choices < 2:  # of one split nothing would be left
             raise ValueError(
                 f"expected splits >= 2 and choices >= 2, got {self.splits} and {self.choices}; 60 "
                 "and 20 are usual"
             )
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
-        """Every step sees every record."""
-        return StepPlan(conditions.sampling)
+        """Every step sees every record; how much noise its releases get is chosen as it goes."""
+        objectives = Allowance(Objectives, laplace(1.0))
+        return StepPlan(conditions.sampling, mechanism=_FREE, extra=(objectives,))
 
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """The whole budget, however many steps it lasts for."""
-        if noise_multiplier == 0:
-            return NonPrivateDpEvent()
-        return ZCDpEvent(budget(noise_multiplier, conditions.relation)) if steps else NoOpDpEvent()
+    def limit(self, noise_multiplier: float, conditions: Conditions) -> ZcdpLimit:
+        """ρ of the run, however many steps it lasts for."""
+        return ZcdpLimit(rho_of(noise_multiplier, conditions.relation), conditions.relation)
 
     def check(self, conditions: Conditions) -> None:
         """Refuse sampled batches, which zCDP does not gain from."""
         require_full(conditions, "DP-AGD")
         refuse_direct(self.output)
-        check_output(self.output, conditions)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """Measure, choose, and measure again until a step is chosen or nothing is left."""
-        rho = budget(context.noise.noise_multiplier, context.relation)
+        share = _share(context, self.splits)
         if not state:
-            share = rho / (2 * self.splits)
-            state = {"left": rho * (1 - _EPSILON_OF_ROUNDING), "gradient": share, "chosen": []}
-            state |= {"longest": self.longest_step, "over": False}
-        choice = rho / (2 * self.splits)
-        left, cost, known = state["left"], state["gradient"], 0.0
-        penalty, context.regulariser = context.regulariser, None  # steps are chosen with it
-        total: dict[str, Tensor] = {}
-        still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in context.params.items()}
-        if left < cost + choice:
-            return still, state | {"over": True}
-        bounded = context.work.sum(lambda part: [Summand(part.here, context.clip)])
+            state = {"gradient": share, "chosen": [], "longest": self.longest_step, "over": False}
+        cost, known, penalty = state["gradient"], 0.0, context.regulariser
+        choice = choosing(math.sqrt(2 * share))
+        gradient = ClippedSum(lambda here: [Summand(here, context.clip)])
         decay = gradient_of(penalty, context.params) if penalty else {}
-        while left >= cost + choice:
-            left -= cost + choice
-            fresh = _measured(bounded, cost, context)
-            total = {n: _mean(total.get(n), known, x, cost) for n, x in fresh.items()}
+        total: dict[str, Tensor] = {}
+        while True:
+            measure = _noise_for(cost, context.relation)
+            if not context.affords(measure.event, chosen(choice.noise_multiplier)):
+                break
+            fresh = context.release(gradient, noise=measure).values
+            total = {n: _mean(total.get(n), known, fresh[n], cost) for n in context.params}
             known += cost
             mean = {n: x / context.divisor + decay.get(n, 0.0) for n, x in total.items()}
             size = norm(mean) or 1.0
             lengths = [state["longest"] * k / (self.choices - 1) for k in range(self.choices)]
             ends = [_moved(context.params, mean, length / size) for length in lengths]
-            scores = self._objectives(context, ends, penalty)
-            length = lengths[self._least(scores, choice, context)]
+            scores = context.release(Objectives(context, ends, self.largest_loss), noise=choice)
+            length = lengths[_place_of_least(scores)]
             if length:
                 moved = {n: x * (length / size) for n, x in mean.items()}
-                return moved, self._later(state, left, known, length)
+                return moved, self._later(state, known, length)
             cost = self.gamma * known
-        return still, state | {"left": left, "gradient": known, "over": True}
+        still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in context.params.items()}
+        return still, state | {"gradient": known or cost, "over": True}
 
-    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step; at rate 1 the one that was chosen."""
-        optimizer.step()
-
-    def _later(self, state: State, left: float, known: float, length: float) -> State:
-        chosen = [*state["chosen"], length]
+    def _later(self, state: State, known: float, length: float) -> State:
+        taken = [*state["chosen"], length]
         longest = state["longest"]
-        if len(chosen) == _EVERY:
-            chosen, longest = [], _GROWTH * max(chosen)
-        later = {"left": left, "gradient": known, "chosen": chosen, "longest": longest}
-        return state | later
+        if len(taken) == _EVERY:
+            taken, longest = [], _GROWTH * max(taken)
+        return state | {"gradient": known, "chosen": taken, "longest": longest}
 
-    def _objectives(
-        self, context: StepContext, ends: Sequence[Values], penalty: Callable[[], Tensor] | None
-    ) -> Tensor:
-        """The objective's sum over records at each end, of clamped losses; private."""
-        found = torch.zeros(len(ends), dtype=torch.float64)
-        for k, end in enumerate(ends):
+
+@answerable
+@dataclass(frozen=True)
+class Objectives:
+    """The objective's sum over records at several ends of a step, of losses clamped from 0 up.
+
+    One record moves each score by at most `largest_loss`, also where it is replaced. That is a
+    bound on each, and not on all of them together: only the place of the least may be used.
+    """
+
+    context: StepContext
+    ends: Sequence[Values]
+    largest_loss: float
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """A score for each end, penalty included."""
+        assert work is not None, "objectives are sums over a batch"
+        context, penalty = self.context, self.context.regulariser
+        found = torch.zeros(len(self.ends), dtype=torch.float64)
+        for k, end in enumerate(self.ends):
             # The same draws at every end, and no two records with the same.
             with torch.no_grad(), torch.random.fork_rng(), swapped(context.params, end):
-                for part in context.work.parts():
+                for part in work.parts():
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
                     found[k] += context.divisor * float(penalty())
         farthest = FARTHEST * self.largest_loss
-        return found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
-
-    def _least(self, scores: Tensor, rho: float, context: StepContext) -> int:
-        # Each score moves by at most `most`, also where a record is replaced: not a bound on all.
+        scores = found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
         most = self.largest_loss * (1 + SUM_SLACK)
-        noised = release(
-            Bounded({"scores": scores}, most, most),
-            choosing(math.sqrt(2 * rho)),
-            rng=context.rng.derive("choice", len(context.releases)),
-            step=context.step,
-        )
-        context.releases.append(noised)  # so that another choice is not taken for a replay
-        return int(noised.values["scores"].argmin())
+        return Bounded({_SCORES: scores}, most, most)
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """A pure step, whatever the number of ends."""
+        return chosen(noise_multiplier)
 
 
+_SCORES = "scores"
+_FREE = Mechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
 _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 
-def budget(noise_multiplier: float, relation: Relation) -> float:
-    """ρ of one Gaussian release of noise ÷ bound on one record: (Δ/σ)²/2."""
-    if noise_multiplier <= 0:
-        raise Refused("expected noise with DP-AGD, whose steps it pays for, got none; add noise")
+def _place_of_least(scores: Released) -> int:
+    """The only thing that may be used of them."""
+    return int(scores.values[_SCORES].argmin())
+
+
+def rho_of(noise_multiplier: float, relation: Relation) -> float:
+    """ρ of one Gaussian release of noise ÷ bound on one record, (Δ/σ)²/2; without noise ∞."""
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
-    return (double / noise_multiplier) ** 2 / 2
+    return (double / noise_multiplier) ** 2 / 2 if noise_multiplier > 0 else math.inf
 
 
-def _measured(bounded: Bounded, rho: float, context: StepContext) -> dict[str, Tensor]:
-    """Release the sum at a cost of ρ; each time with noise of its own."""
-    double = bounded.sensitivity(context.relation) / bounded.l2
-    noise = gaussian(double / math.sqrt(2 * rho))
-    rng = context.rng.derive("measured", len(context.releases))
-    context.releases.append(release(bounded, noise, rng=rng, step=context.step))
-    return context.releases[-1].values
+def _share(context: StepContext, splits: int) -> float:
+    """ρ of one half of a first step's releases."""
+    limit = context.permit.limit
+    assert limit is not None
+    if limit.rho == math.inf:
+        raise Refused("expected noise with DP-AGD, whose steps it pays for, got none; add noise")
+    return limit.rho * (1 - _EPSILON_OF_ROUNDING) / (2 * splits)
+
+
+def _noise_for(rho: float, relation: Relation) -> Noise:
+    """Gaussian noise with which a release costs ρ."""
+    double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
+    return gaussian(double / math.sqrt(2 * rho))
 
 
 def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
@@ -200,5 +204,5 @@ def _losses(part: Part) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     batch, _ = unwrap_constants(part.batch)
     whole = pad(batch, size, padded_size(size, _MULTIPLE))
-    with restored({}, part.modules):
-        return part.loss(whole)[:size].double().nan_to_num(nan=math.inf)
+    with restored({}, part.objective.modules):
+        return part.objective.loss(whole)[:size].double().nan_to_num(nan=math.inf)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, check_output, composed
+from hushgrad.algorithms.algorithm import State
 from hushgrad.algorithms.output import Output, last
 from hushgrad.batches.records import count, map_tensors
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.factors.gradients import Factors
-from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
-from hushgrad.gradients.guards import check_parameters, restored
+from hushgrad.gradients import Gradients, check_parameters, restored, unwrap_constants
+from hushgrad.gradients.factors import Dense, Factors, in_turn
 from hushgrad.numerics import wide
 from hushgrad.points import point, swapped
-from hushgrad.run.step import Part, StepContext, Summand
-from hushgrad.types import Params
+from hushgrad.run.query import ClippedSum, Part, Summand
+from hushgrad.run.step import StepContext
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,6 @@ class FedAvg:
     local_rate: float
     local_steps: int = 1
     output: Output = last
-    carries_metrics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.local_rate) and self.local_rate > 0) or self.local_steps < 1:
@@ -53,56 +46,41 @@ class FedAvg:
                 f"{self.local_rate} and {self.local_steps}; 0.1 and 1 are a start"
             )
 
-    def stage(self, step: int, conditions: Conditions) -> StepPlan:
-        """Every round alike."""
-        return StepPlan(conditions.sampling)
-
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """One release for each round."""
-        return composed([(self.stage(0, conditions), steps)], noise_multiplier, conditions)
-
-    def check(self, conditions: Conditions) -> None:
-        """Refuse what the output rule does not cover."""
-        check_output(self.output, conditions)
-
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The noisy mean of the clients' clipped updates."""
-        return context.mean(lambda part: [Summand(self.updates(part), context.clip)]), state
-
-    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step."""
-        optimizer.step()
+        updates = ClippedSum(lambda own: [Summand(own, context.clip)], vectors=self.updates)
+        return context.mean(context.release(updates)), state
 
     def updates(self, part: Part) -> Gradients:
         """θ − θ_k for each client, one client at a time, with the loss that it starts from."""
-        check_parameters(part.params)  # a hook would see one client's gradient
+        check_parameters(part.objective.params)  # a hook would see one client's gradient
         clients = count(part.batch)
         found = [self._trained(part, k) for k in range(clients)]
         factors: Factors = {
             name: {(0,): Dense(torch.stack([update[name] for update, _ in found]))}
             if clients
             else {}
-            for name in part.params
+            for name in part.objective.params
         }
-        device = next(iter(part.params.values())).device
+        device = next(iter(part.objective.params.values())).device
         losses = torch.tensor([loss for _, loss in found], dtype=torch.float64, device=device)
-        return Gradients(factors, part.params, losses, in_turn(clients))
+        return Gradients(factors, part.objective.params, losses, in_turn(clients))
 
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
         batch, _ = unwrap_constants(part.batch)
         examples = map_tensors(lambda x: x[client], batch)
-        before = point(part.params)
-        values, tensors = point(part.params), list(part.params.values())
+        before = point(part.objective.params)
+        values, tensors = point(part.objective.params), list(part.objective.params.values())
         losses = []
-        with restored({}, part.modules), swapped(part.params, values):
+        with restored({}, part.objective.modules), swapped(part.objective.params, values):
             for _ in range(self.local_steps):
                 with torch.enable_grad():
-                    mean = part.loss(examples).mean()
+                    mean = part.objective.loss(examples).mean()
                     grads = torch.autograd.grad(mean, tensors, allow_unused=True)
                 losses.append(float(mean.detach()))
                 for p, grad in zip(tensors, grads, strict=True):
                     if grad is not None:
                         p.data = p.data - self.local_rate * grad
             # In float32 at least: a sum in bfloat16 would not keep the bound.
-            moved = {n: wide(before[n]) - wide(p.data) for n, p in part.params.items()}
+            moved = {n: wide(before[n]) - wide(p.data) for n, p in part.objective.params.items()}
             return moved, losses[0]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from dp_accounting import DpEvent, NonPrivateDpEvent
+from dp_accounting import DpEvent
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -21,23 +21,23 @@ from hushgrad.algorithms.algorithm import (
     Conditions,
     State,
     StepPlan,
-    check_output,
     refuse_direct,
     require_full,
 )
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.aggregate import SUM_SLACK
-from hushgrad.events import PureDpEvent, repeated
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.factors.gradients import Factors
-from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
-from hushgrad.noise import gaussian, release, standard_normal
+from hushgrad.events import PureDpEvent
+from hushgrad.gradients import Gradients, require_factors
+from hushgrad.gradients.factors import Dense, Factors, in_turn
+from hushgrad.noise import Noise, gaussian, release, standard_normal
 from hushgrad.rng import Rng
-from hushgrad.run.step import StepContext
-from hushgrad.types import Bounded, Params, Refused, Relation, Released
+from hushgrad.run.permit import Mechanism
+from hushgrad.run.query import BatchPass, Part, answerable
+from hushgrad.run.step import StepContext, release_once
+from hushgrad.types import Bounded, Refused, Relation, Released
 
-Reports = Float64[Tensor, "records entries"]
+ReportRows = Float64[Tensor, "records entries"]
+_REPORTS = "reports"
 _LARGEST_EPSILON = 20.0  # of a pure report: the rarer side of its coin still has 2²³ of 2⁵² chances
 
 
@@ -59,21 +59,14 @@ class LocalGd:
     carries_metrics: ClassVar[bool] = False
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
-        """Every step alike."""
-        return StepPlan(conditions.sampling)
-
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """One report of the record for each step."""
-        if noise_multiplier == 0:
-            return NonPrivateDpEvent()
-        pure = PureDpEvent(1 / noise_multiplier)
-        return repeated(steps, pure if self.pure else gaussian(noise_multiplier).event)
+        """One report of each record."""
+        mechanism = Mechanism(pure_noise, pure_reports) if self.pure else None
+        return StepPlan(conditions.sampling, query=Reports, mechanism=mechanism)
 
     def check(self, conditions: Conditions) -> None:
         """Refuse all but full batches and replace-one."""
         require_full(conditions, "local differential privacy")
         refuse_direct(self.output)
-        check_output(self.output, conditions)
         if conditions.relation is not Relation.REPLACE_ONE:
             raise Refused(
                 "expected replace-one with local differential privacy, which compares any two "
@@ -84,48 +77,80 @@ class LocalGd:
         """The mean of the reports."""
         sizes = {name: p.numel() for name, p in context.params.items()}
         total = torch.zeros(sum(sizes.values()), dtype=torch.float64)
-        for index, part in enumerate(context.work.parts()):
-            rows, bound = clipped_rows(part.here, context)
-            # Two micro-batches with the same records must not get the same noise.
-            rng = context.rng.derive("reports", index)
-            sigma = context.noise.noise_multiplier
-            if self.pure and sigma:
-                context.releases.append(_sent(rows, 1 / sigma, bound, rng, context.step))
-            else:
-                bounded = Bounded({"reports": rows}, bound)
-                context.releases.append(release(bounded, context.noise, rng=rng, step=context.step))
-            total += context.releases[-1].values["reports"].sum(0)
+        for part in context.batch_pass.parts():
+            reports = context.release(Reports(part, context))
+            total += reports.values[_REPORTS].sum(0)
         pieces = (total / context.divisor).split(list(sizes.values()))
         found = zip(context.params.items(), pieces, strict=True)
         return {n: x.reshape(p.shape).to(p.device) for (n, p), x in found}, state
 
-    def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step."""
-        optimizer.step()
+
+@answerable
+@dataclass(frozen=True)
+class Reports:
+    """What each record of a micro-batch reports: its clipped gradient, as one row."""
+
+    part: Part
+    context: StepContext
+    of_each_record: ClassVar[bool] = True
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """One row for each record, each within the bound."""
+        rows, bound = clipped_rows(require_factors(self.part.gradients()), self.context)
+        return Bounded({_REPORTS: rows}, bound)
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release of the record's own."""
+        return gaussian(noise_multiplier).event
 
 
-def clipped_rows(gradients: Gradients, context: StepContext) -> tuple[Reports, float]:
+@answerable
+@dataclass(frozen=True)
+class OwnReport:
+    """What one record reports where it is: its gradient, clipped to L."""
+
+    gradient: Mapping[str, Tensor]
+    clip_norm: float
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """The clipped gradient in float64; zeros if it is not finite."""
+        size = math.sqrt(
+            math.fsum(float(x.double().square().sum()) for x in self.gradient.values())
+        )
+        scale = min(1.0, self.clip_norm / size) if size > 0 else 1.0
+        finite = math.isfinite(size)
+        rows = {n: x.double() * (scale if finite else 0.0) for n, x in self.gradient.items()}
+        rows = {n: x.nan_to_num(0.0, 0.0, 0.0) for n, x in rows.items()}
+        return Bounded(rows, self.clip_norm * (1 + SUM_SLACK))
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release."""
+        return gaussian(noise_multiplier).event
+
+
+def clipped_rows(gradients: Gradients, context: StepContext) -> tuple[ReportRows, float]:
     """Each record's clipped gradient as one row in float64, and the bound on its norm."""
     params, records, gradients = context.params, gradients.batch, gradients.of_records_alone()
+    partition, clip = context.batch_pass.partition, context.clip
     rows = {}
     for name, p in params.items():
         uses = gradients.factors[name].values()
         written = [use.materialised().reshape(records, *p.shape) for use in uses]
         rows[name] = sum(written, p.new_zeros(records, *p.shape))
     dense: Factors = {name: {(0,): Dense(x)} if records else {} for name, x in rows.items()}
-    partition = context.work.groups(tuple(params))
     norms = partition.norms(Gradients(dense, params, gradients.losses, in_turn(records)).sq_norms())
-    shares = partition.spread(context.clip.weights(norms))
+    shares = partition.spread(clip.weights(norms))
     flat = [_weighted(rows[name], shares[name]) for name in params]
-    return torch.cat(flat, 1).cpu(), context.clip.bound(len(partition.names)) * (1 + SUM_SLACK)
+    return torch.cat(flat, 1).cpu(), clip.bound(len(partition.names)) * (1 + SUM_SLACK)
 
 
-def _weighted(rows: Tensor, weights: Float64[Tensor, " records"]) -> Reports:
+def _weighted(rows: Tensor, weights: Float64[Tensor, " records"]) -> ReportRows:
     scaled = rows.detach().double().flatten(1) * weights[:, None]
     return torch.where(weights[:, None] == 0, 0.0, scaled)  # 0·nan is not 0
 
 
-def hemisphere(rows: Reports, epsilon: float, *, bound: float, rng: Rng) -> Reports:
+def hemisphere(rows: ReportRows, epsilon: float, *, bound: float, rng: Rng) -> ReportRows:
     """ε-LDP reports of vectors of norm at most `bound` (L), each the vector in the mean.
 
     A vector is rounded at random to one of the two points ±L of its line, so that the mean stays.
@@ -155,7 +180,7 @@ def hemisphere(rows: Reports, epsilon: float, *, bound: float, rng: Rng) -> Repo
     side = torch.where((u * rows).sum(1) >= 0, 1.0, -1.0)
     log_mean = math.lgamma(entries / 2) - math.lgamma((entries + 1) / 2) - math.log(math.pi) / 2
     radius = bound / math.tanh(epsilon / 2) * math.exp(-log_mean)
-    reports: Reports = radius * (along * truly * side)[:, None] * u
+    reports: ReportRows = radius * (along * truly * side)[:, None] * u
     return reports
 
 
@@ -171,20 +196,27 @@ def report(
 
     `rng` is the record's own. For use outside of `train`, where records are not in one place.
     """
-    size = math.sqrt(math.fsum(float(x.double().square().sum()) for x in gradient.values()))
-    scale = min(1.0, clip_norm / size) if size > 0 else 1.0
-    finite = math.isfinite(size)
-    rows = {n: x.double() * scale if finite else x.double() * 0 for n, x in gradient.items()}
-    rows = {n: x.nan_to_num(0.0, 0.0, 0.0) for n, x in rows.items()}
-    bounded = Bounded(rows, clip_norm * (1 + SUM_SLACK))
-    return release(bounded, gaussian(noise_multiplier), rng=rng, step=step).values
+    query = OwnReport(gradient, clip_norm)
+    noise = gaussian(noise_multiplier)
+    return release_once(query, noise, rng=rng.derive("own report", step)).values
 
 
-def _sent(rows: Reports, epsilon: float, bound: float, rng: Rng, step: int) -> Released:
+def pure_noise(noise_multiplier: float) -> Noise:
+    """What makes a report ε0-LDP with ε0 = 1/σ, stated as a kind of noise of scale σ·L."""
+    plain = gaussian(noise_multiplier)
+    if noise_multiplier == 0:
+        return plain
+    return replace(plain, name="pure", event=PureDpEvent(1 / noise_multiplier))
+
+
+def pure_reports(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:
     """Pure reports, by draws that belong to the step and to the bits of these rows."""
+    scale = noise.scale(bounded)
+    if scale == 0:
+        return release(bounded, noise, rng=rng, step=step)
+    rows, bound, epsilon = bounded.sum[_REPORTS], bounded.l2, bounded.l2 / scale
     digest = hashlib.blake2b(rows.numpy().tobytes(), digest_size=32).digest()
     labels = (step, f"pure {epsilon.hex()} {bound.hex()} {tuple(rows.shape)}", digest)
     reports = hemisphere(rows, epsilon, bound=bound, rng=rng.derive("pure", *labels))
-    return Released(
-        {"reports": reports}, PureDpEvent(epsilon), bound, rng.tag("release", *labels)[:16]
-    )
+    tag = rng.tag("release", *labels)[:16]
+    return Released({_REPORTS: reports}, noise.event, bound, tag)

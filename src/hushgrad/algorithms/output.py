@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor
 
 from hushgrad.accounting import PureDpEvent, uniformly_stopped
-from hushgrad.noise import Noise, laplace, release
+from hushgrad.noise import Noise, laplace
 from hushgrad.noise.releasing import GRID_BITS
 from hushgrad.points import norm, point
 from hushgrad.rng import Rng
+from hushgrad.run.permit import Allowance
+from hushgrad.run.query import BatchPass, answerable
 from hushgrad.run.step import StepContext
 from hushgrad.types import Bounded, Params
 
@@ -42,9 +44,10 @@ class Output:
     notes a point at which a gradient was estimated, `after` the point after so many steps, and
     `result` is the point that is given out, or None for the one where the parameters are.
 
-    `silent` says that nothing else may leave: no metrics, no checkpoint, no folder. `direct` that
-    the gradient must be the mean of the step's own sum, `exhaustive` that every step must see every
-    record and clip by the same rule.
+    `choice` is what a step may release besides its own sums, for the rule to choose by; `event`
+    pays for it. `silent` says that nothing else may leave: no metrics, no checkpoint, no folder.
+    `direct` says that the gradient must be the mean of the step's own sum, `exhaustive` that every
+    step must see every record and clip by the same rule.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Output:
     before: Callable[[Kept, StepContext], Kept] = lambda kept, context: kept
     after: Callable[[Kept, Params, int], Kept] = lambda kept, params, taken: kept
     result: Callable[[Kept], Mapping[str, Tensor] | None] = lambda kept: kept.get("point") or None
+    choice: Allowance | None = None
     silent: bool = False
     direct: bool = False
     exhaustive: bool = False
@@ -143,7 +147,7 @@ def smallest() -> Output:
 
     def before(kept: Kept, context: StepContext) -> Kept:
         found = {name: p.grad for name, p in context.params.items() if p.grad is not None}
-        deviation = context.noise.noise_multiplier * context.releases[-1].l2 / context.divisor
+        deviation = context.noise.noise_multiplier * context.releases[0].l2 / context.divisor
         entries = sum(p.numel() for p in context.params.values())
         return _less(kept, norm(found) ** 2 - entries * deviation**2, context.params)
 
@@ -167,20 +171,9 @@ def noisy_min(epsilon: float) -> Output:
 
     Reference: clipped DP-GD, Theorem 4.2, whose Lap(4L/n) is 1-DP and not ε-DP.
     """
-    noise = choosing(epsilon)
 
     def before(kept: Kept, context: StepContext) -> Kept:
-        assert context.bounded is not None
-        mean = {n: context.bounded.sum[n].double() / context.divisor for n in context.params}
-        mean |= {n: mean[n] + extra.double() for n, extra in context.penalty.items()}
-        most = context.bounded.sensitivity(context.relation) / context.divisor
-        size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
-        score = release(
-            Bounded({"norm": size}, most, most),
-            noise,
-            rng=context.rng.derive("choice"),
-            step=context.step,
-        )
+        score = context.release(MeanNorm(context))
         return _less(kept, float(score.values["norm"]), context.params)
 
     return Output(
@@ -189,10 +182,34 @@ def noisy_min(epsilon: float) -> Output:
         event=lambda rounds, steps: ComposedDpEvent([rounds(steps), PureDpEvent(epsilon)]),
         begin=lambda steps, rng: {"score": math.inf, "point": {}},
         before=before,
+        choice=Allowance(MeanNorm, choosing(epsilon)),
         silent=True,
         direct=True,
         exhaustive=True,
     )
+
+
+@answerable
+@dataclass(frozen=True)
+class MeanNorm:
+    """The norm of the mean of the step's own sum, penalty included: a score to choose by."""
+
+    context: StepContext
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """The norm, and how far one record moves it: the bound on the mean."""
+        context, total = self.context, self.context.permit.last_sum
+        assert total is not None, "the step asks for its own sum first"
+        mean = {n: total.sum[n].double() / context.divisor for n in context.params}
+        mean |= {n: mean[n] + extra.double() for n, extra in context.penalty.items()}
+        most = total.sensitivity(context.relation) / context.divisor
+        size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
+        return Bounded({"norm": size}, most, most)
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """A pure step, whatever the number of scores: only the place of the least is shown."""
+        return chosen(noise_multiplier)
 
 
 def choosing(epsilon: float) -> Noise:
@@ -209,6 +226,11 @@ def choosing(epsilon: float) -> Noise:
             "usual"
         )
     return laplace(2 / (epsilon - share))
+
+
+def chosen(noise_multiplier: float) -> PureDpEvent:
+    """What a choice by Laplace noise of this multiplier costs: ε of `choosing`."""
+    return PureDpEvent(2 / noise_multiplier + 2.0**-GRID_BITS)
 
 
 def _less(kept: Kept, score: float, params: Params) -> Kept:

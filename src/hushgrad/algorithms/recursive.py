@@ -12,23 +12,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import (
-    Conditions,
-    State,
-    StepPlan,
-    check_output,
-    composed,
-    refuse_direct,
-    resized,
-)
+from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, refuse_direct, resized
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Clip, abadi
-from hushgrad.gradients import difference
+from hushgrad.gradients import Gradients, difference
 from hushgrad.points import Values, distance, norm, point
-from hushgrad.run.step import Ask, Part, StepContext, Summand
+from hushgrad.run.query import ClippedSum, Summand
+from hushgrad.run.step import StepContext
 from hushgrad.types import Params
 
 _SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two points are the same
@@ -85,7 +77,7 @@ class Srm:
     first_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
-    carries_metrics: ClassVar[bool] = True
+    one_bound: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
@@ -107,27 +99,19 @@ class Srm:
             return StepPlan(conditions.sampling)
         return StepPlan(resized(conditions, self.first_batch), self.first_noise)
 
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """One release for each step: two points share a batch, and its event."""
-        first, other = self.stage(0, conditions), self.stage(1, conditions)
-        if first == other:
-            return composed([(first, steps)], noise_multiplier, conditions)
-        stages = [(first, min(steps, 1)), (other, max(steps - 1, 0))]
-        return composed(stages, noise_multiplier, conditions)
-
     def check(self, conditions: Conditions) -> None:
         """Refuse a first batch that cannot be drawn, and what the output rule does not cover."""
         resized(conditions, self.first_batch)
         refuse_direct(self.output)
-        check_output(self.output, conditions)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The recursion; what is remembered is the released estimate and its point."""
         here = point(context.params)
         if not state:
-            estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
+            first = ClippedSum(lambda here: [Summand(here, context.clip)])
+            estimate = context.mean(context.release(first))
         else:
-            fresh = context.mean(self._query(context, state["point"]))
+            fresh = context.mean(context.release(self._query(context, state["point"])))
             old = state["estimate"]
             estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
@@ -138,27 +122,25 @@ class Srm:
             shorten(params, self.step_norm)
         optimizer.step()
 
-    def _query(self, context: StepContext, before: Values) -> Ask:
+    def _query(self, context: StepContext, before: Values) -> ClippedSum:
         gamma, combined = self.gamma, self.combined_clip
         if combined is not None:
 
-            def one_clip(part: Part) -> list[Summand]:
-                old, new = part.at(before), part.here
+            def as_one(new: Gradients, old: Gradients) -> list[Summand]:
                 both = gamma * new + (1 - gamma) * difference(new, old)
                 return [Summand(both, combined, losses=new.losses)]
 
-            return one_clip
+            return ClippedSum(as_one, iterates=(before,))
         assert self.difference_clip is not None
         clip = difference_rule(self.difference_clip, context, before)
 
-        def two_clips(part: Part) -> list[Summand]:
-            old, new = part.at(before), part.here
+        def by_two_rules(new: Gradients, old: Gradients) -> list[Summand]:
             return [
                 Summand(new, context.clip, gamma),
                 Summand(difference(new, old), clip, 1 - gamma),
             ]
 
-        return two_clips
+        return ClippedSum(by_two_rules, iterates=(before,))
 
 
 def storm(gamma: float, *, first_batch: int | None = None, output: Output = last) -> Srm:
@@ -197,7 +179,7 @@ class SpiderBoost:
     anchor_noise: float = 1.0
     step_norm: float | None = None
     output: Output = last
-    carries_metrics: ClassVar[bool] = True
+    one_bound: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -215,34 +197,25 @@ class SpiderBoost:
             resized(conditions, self.anchor_batch or conditions.records), self.anchor_noise
         )
 
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """One release for each step."""
-        anchors = -(-steps // self.period)
-        stages = [
-            (self.stage(0, conditions), anchors),
-            (StepPlan(conditions.sampling), steps - anchors),
-        ]
-        return composed(stages, noise_multiplier, conditions)
-
     def check(self, conditions: Conditions) -> None:
         """Refuse anchors that cannot be drawn, and what the output rule does not cover."""
         resized(conditions, self.anchor_batch or conditions.records)
         refuse_direct(self.output)
-        check_output(self.output, conditions)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The anchor, or the recursion from it."""
         here = point(context.params)
         if context.step % self.period == 0 or not state:
-            estimate = context.mean(lambda part: [Summand(part.here, context.clip)])
+            anchor = ClippedSum(lambda here: [Summand(here, context.clip)])
+            estimate = context.mean(context.release(anchor))
         else:
             clip = difference_rule(self.difference_clip, context, state["point"])
 
-            def query(part: Part) -> list[Summand]:
-                old, new = part.at(state["point"]), part.here
+            def change(new: Gradients, old: Gradients) -> list[Summand]:
                 return [Summand(difference(new, old), clip, losses=new.losses)]
 
-            fresh, old = context.mean(query), state["estimate"]
+            query = ClippedSum(change, iterates=(state["point"],))
+            fresh, old = context.mean(context.release(query)), state["estimate"]
             estimate = {name: old[name].double() + x for name, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
 
@@ -257,7 +230,7 @@ def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Valu
     """The rule for differences between the round's point and the one before."""
     if isinstance(rule, Clip):
         return rule
-    groups = len(context.work.groups(tuple(context.params)).names)
+    groups = len(context.batch_pass.partition.names)
     return rule.at(distance(point(context.params), before), most=2 * context.clip.bound(groups))
 
 

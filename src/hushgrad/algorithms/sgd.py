@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor
 
-from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, check_output, composed
+from hushgrad.algorithms.algorithm import State
 from hushgrad.algorithms.output import Output, last, stopped
-from hushgrad.run.step import StepContext, Summand
+from hushgrad.run.query import ClippedSum, Summand
+from hushgrad.run.step import StepContext
 from hushgrad.types import Params
 
 
@@ -27,23 +26,11 @@ class Sgd:
 
     output: Output = last
     project: Callable[[Params], None] | None = None
-    carries_metrics: ClassVar[bool] = True
-
-    def stage(self, step: int, conditions: Conditions) -> StepPlan:
-        """Every step alike."""
-        return StepPlan(conditions.sampling)
-
-    def event(self, noise_multiplier: float, *, steps: int, conditions: Conditions) -> DpEvent:
-        """One release for each step."""
-        return composed([(self.stage(0, conditions), steps)], noise_multiplier, conditions)
-
-    def check(self, conditions: Conditions) -> None:
-        """Refuse what the output rule does not cover."""
-        check_output(self.output, conditions)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The noisy mean of the clipped gradients; nothing to remember."""
-        return context.mean(lambda part: [Summand(part.here, context.clip)]), state
+        gradient = ClippedSum(lambda here: [Summand(here, context.clip)])
+        return context.mean(context.release(gradient)), state
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, and the projection."""

@@ -22,6 +22,7 @@ def hushgrad() -> None:
     """Train PyTorch models with differential privacy."""
 
 
+# Commands are named for their functions; train alone takes options that it does not declare.
 for command in (demo, doctor, account, plan, reproduce, clipping_bias):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(train)

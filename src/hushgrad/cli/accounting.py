@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,36 +11,28 @@ from rich.console import Console
 
 from hushgrad.accounting import ACCOUNTANTS, Accountant, Target, group_epsilon, least_noise
 from hushgrad.accounting.accountants import require_delta
-from hushgrad.cli.chart import saved
-from hushgrad.cli.errors import errors_explained
-from hushgrad.cli.left import Terms, budget_at, require_room, terms_of
-from hushgrad.cli.parameters import AsJson
-from hushgrad.cli.question import Batches, Question, SamplingName, batches_from_options
-from hushgrad.cli.shown import answer_lines, growth
+from hushgrad.cli.answer import answer_lines, growth
+from hushgrad.cli.chart import save_chart
+from hushgrad.cli.errors import explain_errors
+from hushgrad.cli.parameters import AsJson, one_of
+from hushgrad.cli.question import Batches, Question, batches_from_options
+from hushgrad.cli.terms import Terms, open_budget, require_room, terms_of
 from hushgrad.events import steps_of
 from hushgrad.run.guarantee import up
+from hushgrad.sampling.named import SAMPLERS
 from hushgrad.types import Relation
-
-
-class AccountantName(Enum):
-    """The accountants, as the command line spells them."""
-
-    PLD = "pld"
-    RDP = "rdp"
-    GDP = "gdp"
-    ZCDP = "zcdp"
-
 
 NoiseOption = typer.Option(help="σ: noise ÷ the clipping norm of one record, whatever the relation")
 RecordsOption = typer.Option(help="n: the public number of records")
 BatchSize = typer.Option(help="b: the size of a batch, for poisson its expectation")
 _Delta = typer.Option(help="δ of the guarantee, below 1 / records")
 Delta = Annotated[float, _Delta]
-SamplingKind = Annotated[SamplingName, typer.Option(help="how batches are drawn")]
+SamplingKind = Annotated[str, one_of(SAMPLERS, help="how batches are drawn")]
 MaxBatch = Annotated[
     int | None, typer.Option(help="truncated-poisson: where batches are cut; --batch if left out")
 ]
-WhichAccountant = Annotated[AccountantName, typer.Option(help="gdp is an approximation")]
+WhichAccountant = Annotated[str, one_of(ACCOUNTANTS, help="gdp approximates")]
+AnyAccountant = Annotated[str | None, one_of(ACCOUNTANTS, help="pld if left out, or one of")]
 WhichRelation = Annotated[Relation, typer.Option(help="what makes two data sets neighbours")]
 Group = Annotated[
     int, typer.Option(help="k: also say what it costs k records at once, or a user who has k")
@@ -53,12 +44,12 @@ def account(
     noise_multiplier: Annotated[float, NoiseOption],
     steps: Annotated[int, typer.Option(help="T: how many batches are released")],
     delta: Delta,
-    sampling: SamplingKind = SamplingName.POISSON,
+    sampling: SamplingKind = "poisson",
     rate: Annotated[float | None, typer.Option(help="q, in place of records and batch")] = None,
     records: Annotated[int | None, RecordsOption] = None,
     batch: Annotated[int | None, BatchSize] = None,
     max_batch: MaxBatch = None,
-    accountant: WhichAccountant = AccountantName.PLD,
+    accountant: WhichAccountant = "pld",
     relation: WhichRelation = Relation.ADD_REMOVE,
     group: Group = 1,
     as_json: AsJson = False,
@@ -69,13 +60,13 @@ def account(
     Give --rate, or --records and --batch. Exits with 2, and one sentence that says what to change,
     if the options make no sense or the accountant does not cover them.
     """
-    with errors_explained():
-        require_delta(delta)
+    with explain_errors():
+        require_delta(delta)  # before anything is computed with it
         batches = batches_from_options(
             sampling, rate=rate, records=records, batch=batch, max_batch=max_batch
         )
         question = Question(batches, noise_multiplier, steps, delta, relation, group)
-        chosen = ACCOUNTANTS[accountant.value]
+        chosen = ACCOUNTANTS[accountant]
         spent = chosen.epsilon(question.event, delta=delta, relation=relation)
         _answer(question, chosen, spent, as_json=as_json, plot=plot)
 
@@ -87,9 +78,11 @@ def plan(
     delta: Annotated[float | None, _Delta] = None,
     epsilon: Annotated[float | None, typer.Option(help="ε to find the noise for")] = None,
     noise_multiplier: Annotated[float | None, NoiseOption] = None,
-    sampling: SamplingKind = SamplingName.POISSON,
+    sampling: SamplingKind = "poisson",
     max_batch: MaxBatch = None,
-    accountant: Annotated[AccountantName | None, typer.Option(help="pld if left out")] = None,
+    accountant: Annotated[
+        str | None, one_of(ACCOUNTANTS, help="pld if left out, or one of")
+    ] = None,
     relation: Annotated[Relation | None, typer.Option(help="add-remove if left out")] = None,
     ledger: Annotated[Path | None, typer.Option(help="a ledger's file, with --dataset")] = None,
     dataset: Annotated[str | None, typer.Option(help="whose budget must have room")] = None,
@@ -103,15 +96,16 @@ def plan(
     of it. Nothing is spent. Exits with 2, and one sentence that says what to change, if the
     options make no sense, the accountant does not cover them, or the budget has no room.
     """
-    with errors_explained(), budget_at(ledger, dataset) as budget:
+    with explain_errors(), open_budget(ledger, dataset, "--dataset") as budget:
         batches = batches_from_options(
             sampling, rate=None, records=records, batch=batch, max_batch=max_batch
         )
         steps = steps_of(epochs, records=records, batch=batch)
+        # With neither, the budget is asked for what it has left.
         neither = epsilon is None and noise_multiplier is None
         terms = terms_of(
             budget,
-            accountant=None if accountant is None else accountant.value,
+            accountant=accountant,
             relation=relation,
             delta=delta,
             calibrated=neither,
@@ -119,6 +113,7 @@ def plan(
         noise, spent = _noise_and_cost(batches, steps, terms, epsilon, noise_multiplier)
         question = Question(batches, noise, steps, terms.delta, terms.relation)
         if budget is not None:
+            # Asked of the ledger itself, so that a plan that passes here is taken there too.
             require_room(budget, question.event, spent, terms)
         _answer(question, terms.accountant, spent, as_json=as_json, plot=plot)
 
@@ -145,16 +140,18 @@ def _noise_and_cost(
 def _answer(
     question: Question, accountant: Accountant, spent: float, *, as_json: bool, plot: Path | None
 ) -> None:
+    # One record is a group of its own, and its ε is known.
     shared = spent if question.group == 1 else _of_group(question, accountant)
     for warning in question.warnings:
-        typer.echo(f"Warning: {warning}", err=True)
+        typer.echo(f"Warning: {warning}", err=True)  # stdout holds results alone
     if plot is not None:
+        # Every accountant that covers the run, so that they can be compared by eye.
         curves = {
             a.name if a.proves else f"{a.name} (approximate)": growth(question, a)
             for a in ACCOUNTANTS.values()
             if a.supports(question.event, question.relation)
         }
-        saved(curves, plot, title=f"ε at δ = {question.delta:g}, {question.relation.value}")
+        save_chart(curves, plot, title=f"ε at δ = {question.delta:g}, {question.relation.value}")
     if as_json:
         typer.echo(json.dumps(_facts(question, accountant, spent, shared)))
     else:
@@ -186,7 +183,7 @@ def _facts(
         "accountant": accountant.name,
         "approximate": not accountant.proves,
         "relation": question.relation.value,
-        "sampling": batches.name.value,
+        "sampling": batches.name,
         "noise_multiplier": question.noise_multiplier,
         "steps": question.steps,
         "rate": batches.rate,

@@ -15,18 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hushgrad import clipping
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
+from hushgrad.clipping.named import CLIPS
 from hushgrad.glm import losses
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 
-RULES = {
-    "abadi": clipping.abadi,
-    "automatic": lambda norm: clipping.automatic(clip_norm=norm),
-    "normalize": clipping.normalize,
-    "reparameterized": clipping.reparameterized,
-    "discard": clipping.discard,
-}
 LOSSES = {
     "logistic": losses.logistic,
     "squared": losses.squared,
@@ -34,13 +27,13 @@ LOSSES = {
     "huber": losses.huber,
     "poisson": losses.poisson,
 }
-_RADIUS = 50.0
+_RADIUS = 50.0  # where minimisers are looked for; on its edge there is none
 _POINTS = 401
 
 
 def clipping_bias(
     loss: Annotated[str, typer.Option(help=", ".join(LOSSES))] = "logistic",
-    rules: Annotated[str, typer.Option(help="some of " + ", ".join(RULES))] = "abadi,automatic",
+    rules: Annotated[str, typer.Option(help="some of " + ", ".join(CLIPS))] = "abadi,automatic",
     norms: Annotated[str, typer.Option(help="clipping norms, with commas")] = "0.05,0.1,0.2,0.5,1",
     data: Annotated[
         Path | None, typer.Option(help="a CSV file of two columns, feature and label; public data")
@@ -56,11 +49,11 @@ def clipping_bias(
     x = 1 of label −1, on which clipping below 1/4 costs log 1/R whatever the number of records
     (or, for losses of numbers, targets 0, 1 and 8 at x = 1). It reads records and adds no noise.
     """
-    with errors_explained():
+    with explain_errors():
         features, labels = _records(loss, data)
         problems = {
             (rule, norm): ClippedObjective(
-                Huberised(_chosen(LOSSES, loss, "loss")(), _chosen(RULES, rule, "rule")(norm)),
+                Huberised(_entry(LOSSES, loss, "loss")(), _entry(CLIPS, rule, "rule")(norm)),
                 features,
                 labels,
             )
@@ -68,6 +61,7 @@ def clipping_bias(
             for norm in _numbers(norms)
         }
         rows = [_row(rule, norm, problem) for (rule, norm), problem in problems.items()]
+        # A mistyped folder is not made: the picture would be looked for elsewhere.
         if not output.parent.is_dir():
             raise ValueError(f"expected a folder that is there, got {output.parent}; make it")
         _draw(problems, rows, output, loss=loss)
@@ -79,7 +73,7 @@ def clipping_bias(
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
+        table.add_row(*(_cell(value) for value in row.values()))
     console = Console()
     console.print(table)
     console.print(f"Picture: {output}, table: {output.with_suffix('.csv')}", highlight=False)
@@ -98,6 +92,7 @@ def _records(loss: str, data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
                 "columns, and rows without a number"
             )
         return torch.from_numpy(found[:, :1].copy()), torch.from_numpy(found[:, 1].copy())
+    # The data sets of clipped DP-GD: theorem 3.2 for labels, theorem B.4 for numbers.
     if loss in ("logistic", "hinge"):
         x, y = [0.5, 0.5, 1.0], [1.0, 1.0, -1.0]
     else:
@@ -105,7 +100,7 @@ def _records(loss: str, data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(x, dtype=torch.float64)[:, None], torch.tensor(y, dtype=torch.float64)
 
 
-def _chosen(options: dict[str, Any], name: str, what: str) -> Any:
+def _entry(options: dict[str, Any], name: str, what: str) -> Any:
     if name not in options:
         raise ValueError(f"expected a {what} among {', '.join(options)}, got {name!r}")
     return options[name]
@@ -123,6 +118,7 @@ def _row(rule: str, norm: float, problem: ClippedObjective) -> dict[str, Any]:
     right = float(problem.minimiser(clipped=False, radius=_RADIUS)[0])
     found = excess = None
     if problem.huberised.convex:
+        # A minimiser at the edge of the region is none: the objective falls for ever.
         biased = problem.minimiser(clipped=True, radius=_RADIUS)
         if abs(float(biased[0])) < _RADIUS * (1 - 1e-9):
             found, excess = float(biased[0]), problem.excess_risk(radius=_RADIUS)
@@ -135,7 +131,7 @@ def _row(rule: str, norm: float, problem: ClippedObjective) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) else f"{value:.4g}"
@@ -152,11 +148,13 @@ def _draw(
 
     minima = [row[k] for row in rows for k in ("minimiser", "clipped minimiser")]
     known = [m for m in minima if m is not None]
+    # Wide enough that every minimum is seen with its surroundings.
     margin = max(2.0, 0.3 * (max(known) - min(known)))
     at = np.linspace(min(known) - margin, max(known) + margin, _POINTS)
     rules = list(dict.fromkeys(rule for rule, _ in problems))
     figure = Figure(figsize=(5 * len(rules), 4), layout="constrained")
     for axes, rule in zip(np.atleast_1d(figure.subplots(1, len(rules))), rules, strict=True):
+        # What is not clipped is the same under every norm: any problem of the rule has it.
         first = next(problem for (name, _), problem in problems.items() if name == rule)
         points = [torch.tensor([theta], dtype=torch.float64) for theta in at]
         original = [first.original(point) for point in points]

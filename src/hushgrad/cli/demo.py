@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
 from hushgrad.launch.demo import EPSILONS, NAMES, TUNED, Trained, train_all
 from hushgrad.launch.words import examples, in_words
 from hushgrad.run.guarantee import up
@@ -38,6 +38,7 @@ def demo(
 
     Takes less than two minutes, prints what the guarantee means, and saves a picture.
     """
+    # On stderr, so that --json leaves stdout to the result.
     bar = Progress(
         TextColumn("{task.description:32}"),
         BarColumn(),
@@ -47,11 +48,13 @@ def demo(
     tasks: dict[str, object] = {}
 
     def show(label: str, step: int, steps: int) -> None:
+        # A task is added when its run begins: the demo knows no list of them beforehand.
         if label not in tasks:
             tasks[label] = bar.add_task(label, total=steps)
         bar.update(tasks[label], completed=step)  # type: ignore[arg-type]
 
-    with errors_explained():
+    with explain_errors():
+        # Asked before two minutes are spent on what cannot be saved.
         if not output.parent.is_dir():
             raise ValueError(f"expected a folder that is there, got {output.parent}; make it")
         with bar, one_thread():
@@ -62,14 +65,14 @@ def demo(
         return
     console = Console()
     console.print(_table(found))
-    for paragraph in _explained(found):
+    for paragraph in _paragraphs(found):
         console.print(paragraph, highlight=False)
     console.print(f"Picture: {output}", highlight=False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Models this small run faster on one thread than on two that wait for one another."""
+    """Use one thread: models this small are slower on two, which wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,10 +91,11 @@ def _table(found: list[Trained]) -> Table:
     return table
 
 
-def _explained(found: list[Trained]) -> list[str]:
+def _paragraphs(found: list[Trained]) -> list[str]:
     guarantees = [t.guarantee for t in found if t.guarantee is not None]
     loose, tight = guarantees[0], guarantees[1]
     total = math.fsum(g.epsilon_if_secret for g in guarantees)
+    # Basic composition: valid whatever the runs are, and easy to follow.
     delta = math.fsum(g.delta for g in guarantees)
     return [
         in_words(loose),
@@ -110,6 +114,7 @@ def _facts(found: list[Trained], output: Path) -> dict[str, object]:
             "accuracy": t.accuracy,
             "epsilon": None if t.guarantee is None else t.guarantee.epsilon_if_secret,
             "delta": None if t.guarantee is None else t.guarantee.delta,
+            # With a seed there is an ε on paper and no privacy: `epsilon` is infinite then.
             "private": t.guarantee is not None and math.isfinite(t.guarantee.epsilon),
         }
         for t in found
@@ -118,7 +123,12 @@ def _facts(found: list[Trained], output: Path) -> dict[str, object]:
 
 
 def save_picture(found: list[Trained], path: Path) -> None:
-    """Draw the accuracies as bars into an image file."""
+    """Draw the accuracies as bars into an image file.
+
+    Args:
+        found: the models, in the order in which `train_all` returns them.
+        path: the file, whose ending says of which kind it is.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(6, 4), layout="constrained")

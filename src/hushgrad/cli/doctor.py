@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.cli.target import called, function_named
+from hushgrad.cli.target import explain_failure, find_function
 from hushgrad.diagnosis import doctor as examine
 
 
@@ -32,9 +32,9 @@ def doctor(
     model, loss, batch = _load(target)
     console = Console()
     try:
-        with called("the model and its loss"):
+        with explain_failure("the model and its loss"):
             diagnosis = examine(model, loss, batch)
-    except ValueError as refusal:
+    except ValueError as refusal:  # a finding about the model, not a mistake in the command
         if as_json:
             typer.echo(json.dumps({"verdict": f"refused: {refusal}", "healthy": False}))
         else:
@@ -45,15 +45,18 @@ def doctor(
         typer.echo(json.dumps(facts))
     else:
         console.print(diagnosis)
+    # For scripts: a model that is refused is not a mistake in the command, which is 2.
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
 def _load(target: str) -> Any:
+    """Model, loss and batch of the function that the target names."""
     try:
-        with called(target):
-            model, loss, batch = function_named(target)()
+        with explain_failure(target):
+            model, loss, batch = find_function(target)()
         _require_model(model, loss, batch)
     except (OSError, ValueError) as error:
+        # typer names the argument itself, and says how to get help.
         message = (
             f"expected module:function, a function without arguments that returns model, loss and "
             f"batch, got {target!r} ({error}); try hushgrad.launch.demo:cnn"

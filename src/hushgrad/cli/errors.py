@@ -9,8 +9,15 @@ import typer
 
 
 @contextmanager
-def errors_explained() -> Iterator[None]:
-    """Turn an error of the user's into one sentence on stderr and exit code 2."""
+def explain_errors() -> Iterator[None]:
+    """Turn an error of the user's into one sentence on stderr and exit code 2.
+
+    Only `ValueError` (of which `Refused` is one) and `OSError` are the user's. Anything else is a
+    bug, and keeps its traceback.
+
+    Raises:
+        typer.Exit: the block raised one of the two.
+    """
     try:
         yield
     except (ValueError, OSError) as error:

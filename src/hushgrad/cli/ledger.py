@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hushgrad.accounting import gaussian, poisson, repeated
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
 from hushgrad.cli.parameters import AsJson
 from hushgrad.events import steps_of
 from hushgrad.ledger import Budget, Filter, Ledger, order_for, renyi, total
@@ -47,7 +47,7 @@ OneName = Annotated[str | None, typer.Argument(help="a data set; all of them if 
 @ledger.command()
 def show(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = False) -> None:
     """Say for each data set what its budget is, what is spent, and what is left."""
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         accounts = [budget.account for budget in _budgets(books, name)]
     if as_json:
         typer.echo(json.dumps([_facts(account) for account in accounts]))
@@ -58,7 +58,7 @@ def show(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = Fa
     console = Console()
     for account in accounts:
         open_runs = sum(row.settled is None for row in account.rows)
-        console.print(f"[bold]{escape(account.name)}[/bold]: {_spelled(account)}")
+        console.print(f"[bold]{escape(account.name)}[/bold]: {_terms_in_words(account)}")
         console.print(f"{len(account.rows)} runs, {open_runs} of them open")
         console.print(_sums(account))
 
@@ -83,10 +83,12 @@ def set_budget(
     and gives back the steps that a run did not take; name the order, or a typical run to choose it
     for. Exits with 2, and writes nothing, if that makes no sense or less than what is spent.
     """
-    with errors_explained():
+    with explain_errors():
+        # All is checked before the file is opened, which would make it.
         require_budget(name, epsilon=epsilon, delta=delta)
         sizes = (typical_records, typical_batch, typical_epochs, typical_noise_multiplier)
         rule = _rule(filter, order, sizes, delta, relation or Relation.ADD_REMOVE)
+        # Raises for an (ε, δ) that the filter cannot keep.
         if rule is not None:
             rule.limit(epsilon, delta)
         with Ledger(path) as books:
@@ -94,13 +96,13 @@ def set_budget(
                 name, epsilon=epsilon, delta=delta, relation=relation, rule=rule
             )
             account = budget.account
-    typer.echo(f"{name}: {_spelled(account)}")
+    typer.echo(f"{name}: {_terms_in_words(account)}")
 
 
 @ledger.command()
 def history(name: OneName = None, path: LedgerFile = _DEFAULT, as_json: AsJson = False) -> None:
     """List what happened, oldest first."""
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         _budgets(books, name)  # a name that is not there is an error, and not an empty history
         found = books.history(name)
     if as_json:
@@ -121,9 +123,9 @@ def export(
 
     Left out are what would tell of the data or the noise: fingerprints, digests and the salt.
     """
-    with _opened(path) as books:
+    with _open_ledger(path) as books:
         whole = {
-            "budgets": [_exported(budget.account) for budget in _budgets(books, None)],
+            "budgets": [_account_for_export(budget.account) for budget in _budgets(books, None)],
             "history": books.history(),
         }
         text = json.dumps(whole, indent=2)
@@ -140,8 +142,9 @@ def export(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Ledger]:
-    with errors_explained():
+def _open_ledger(path: Path) -> Iterator[Ledger]:
+    """The ledger in a file that is there: to look at one must not make one."""
+    with explain_errors():
         if not path.exists():
             raise ValueError(
                 f"expected a ledger, got no file at {path}; name one with --ledger, or make one "
@@ -184,12 +187,13 @@ def _rule(
             f"expected 1 <= batch <= records for the typical run, got {batch} of {records}; "
             "describe a run that could be"
         )
+    # An order that is good for this run is good for those like it; it binds none of them.
     step = poisson(batch / records, gaussian(sigma))
     run = repeated(steps_of(epochs, records=records, batch=batch), step)
     return renyi(order_for(run, delta=delta, relation=relation))
 
 
-def _spelled(account: Account) -> str:
+def _terms_in_words(account: Account) -> str:
     budget = f"({account.epsilon:g}, {account.delta:g})-DP"
     return f"{budget}, {account.relation.value}, filter {account.rule.spelled}"
 
@@ -198,6 +202,7 @@ def _sums(account: Account) -> Table:
     table = _table("", "budget", "spent", "of it open runs", "left", "")
     sums = zip(account.limit, account.spent, account.reserved, account.left, strict=True)
     for unit, (limit, spent, reserved, left) in zip(account.rule.units, sums, strict=True):
+        # What is spent is rounded up, and what is left down: neither may look better than it is.
         used = (figure(spent, up=True), figure(reserved, up=True))
         binds = "binds: the least share is left" if unit == account.binding else ""
         table.add_row(_UNITS[unit], figure(limit), *used, figure(left), binds)
@@ -232,7 +237,8 @@ def _facts(account: Account) -> dict[str, Any]:
     }
 
 
-def _exported(account: Account) -> dict[str, Any]:
+def _account_for_export(account: Account) -> dict[str, Any]:
+    # The number of runs gives way to the runs themselves.
     return _facts(account) | {"runs": [_run(row, account.charges) for row in account.rows]}
 
 

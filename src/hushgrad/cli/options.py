@@ -13,10 +13,20 @@ from typing import Any
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
-def split(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """The target, if there is one, and the options by name: `--name value` or `--name=value`.
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Tell the target from the options, `--name value` or `--name=value`.
 
-    >>> split(["mnist", "--clip", "abadi", "--views=4"])
+    Args:
+        arguments: the words of the command line that are no options of the command itself.
+
+    Returns:
+        The target, or None if there is none, and the options by the names of parameters. An option
+        without a value is "true".
+
+    Raises:
+        ValueError: there are two targets, or an option with one hyphen.
+
+    >>> split_arguments(["mnist", "--clip", "abadi", "--views=4"])
     ('mnist', {'clip': 'abadi', 'views': '4'})
     """
     target: str | None = None
@@ -27,6 +37,7 @@ def split(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             if not equals:
+                # A value may begin with one hyphen, as negative numbers do, but not with two.
                 value = left.pop(0) if left and not left[0].startswith("--") else "true"
             options[name.replace("-", "_")] = value
         elif target is None and not word.startswith("-"):
@@ -39,22 +50,34 @@ def split(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     return target, options
 
 
-def bound(
+def arguments_for(
     function: Callable[..., Any],
     given: Mapping[str, Any],
     *,
     offered: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    """The arguments for `function`: what was given, and of what is offered as much as it takes.
+    """The keyword arguments for a function, from what the user gave and what we can offer.
 
-    Text is converted to the type of its parameter. An option that the function has no parameter
-    for is refused by name.
+    Args:
+        function: what is to be called.
+        given: options by the names of parameters; text is converted to the parameter's type.
+        offered: further values, of which those are taken that the function has parameters for.
+        name: what the user calls the function, for messages.
+
+    Raises:
+        ValueError: an option has no parameter, a text is not of its type, or a parameter without
+            a default has no value.
+
+    >>> def recipe(*, epsilon: float, seed: int = 0): ...
+    >>> arguments_for(recipe, {"epsilon": "3"}, offered={"seed": 7, "data": None}, name="recipe")
+    {'epsilon': 3.0, 'seed': 7}
     """
     parameters = inspect.signature(function).parameters
     hints = _hints(function)
     found: dict[str, Any] = {}
     for option, value in given.items():
+        # Never ignored: a misspelt --epsilon would otherwise train with the default one.
         if option not in parameters:
             takes = ", ".join(option_name(p) for p in parameters) or "none"
             raise ValueError(
@@ -62,7 +85,7 @@ def bound(
                 "it out"
             )
         text = isinstance(value, str)
-        found[option] = _converted(value, hints.get(option, str), option) if text else value
+        found[option] = _convert(value, hints.get(option, str), option) if text else value
     found |= {p: v for p, v in offered.items() if p in parameters and p not in found}
     if missing := [
         p
@@ -94,33 +117,33 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _converted(text: str, hint: Any, option: str) -> Any:
+def _convert(text: str, hint: Any, option: str) -> Any:
+    """The text as the first of the annotated types that takes it."""
     kinds = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     for kind in sorted(kinds, key=lambda kind: kind is str):  # text is anything: last
         try:
-            return _one(text, kind)
+            return _convert_to(kind, text)
         except ValueError:
             continue
     wanted = " or ".join(_kind_name(kind) for kind in kinds)
     raise ValueError(f"expected {option_name(option)} as {wanted}, got {text!r}; see its recipe")
 
 
-def _one(text: str, kind: Any) -> Any:
-    if kind is bool:
+def _convert_to(kind: Any, text: str) -> Any:
+    if kind is bool:  # bool("false") is True
         if text.lower() not in _YES + _NO:
             raise ValueError
         return text.lower() in _YES
     if typing.get_origin(kind) is typing.Literal:
-        return {str(value): value for value in typing.get_args(kind)}.get(text) or _no(text)
+        values = {str(value): value for value in typing.get_args(kind)}
+        if text not in values:
+            raise ValueError
+        return values[text]
     if kind in (int, float, Path) or (isinstance(kind, type) and issubclass(kind, Enum)):
         return kind(text)
     return text
-
-
-def _no(text: str) -> Any:
-    raise ValueError(text)
 
 
 def _kind_name(kind: Any) -> str:

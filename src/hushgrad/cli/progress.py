@@ -27,6 +27,11 @@ class Bar:
     """A bar with the steps and the time left, ε so far, and the private metrics if there are any.
 
     Written to stderr, so that stdout holds results alone.
+
+    Args:
+        plan: what is carried out.
+        quiet: whether nothing is shown.
+        taken: steps that an earlier process took.
     """
 
     def __init__(self, plan: Plan, *, quiet: bool, taken: int = 0) -> None:
@@ -42,6 +47,7 @@ class Bar:
         self._task = self._progress.add_task("steps", total=plan.steps, completed=taken)
         self._odometer = Odometer(plan)
         self._live = Live(self._group(Text("")), console=console, refresh_per_second=4)
+        # Working ε out for a bar that nobody sees would cost time.
         self._visible = console.is_terminal and not quiet
         self._relay = Relay(self._tell, console)
 
@@ -59,6 +65,7 @@ class Bar:
         shown = [f"{n} ≈ {metrics[n]:.3g}" for n in (*_SHOWN, *watched) if n in metrics]
         return " · ".join([spent, *shown, *(["(private metrics)"] if shown else [])])
 
+    # A first step may certify for a minute, during which a still bar would look hung.
     def _tell(self, message: str) -> None:
         """Show what the library is at while a step goes on."""
         if self._visible:
@@ -83,9 +90,13 @@ class Bar:
 
 
 class Relay(logging.Handler):
-    """While it is entered: hands on what certification logs of its progress, and prints warnings.
+    """While it is entered, shows what certification logs of its progress, and prints warnings.
 
     Nothing of it depends on more than the model and public numbers.
+
+    Args:
+        show: told each message.
+        console: where warnings are printed.
     """
 
     def __init__(self, show: Callable[[str], None], console: Console) -> None:
@@ -97,12 +108,14 @@ class Relay(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show one message."""
         if record.levelno >= logging.WARNING:
+            # A warning must outlive the line of status that the next message replaces.
             self._console.print(record.getMessage(), style="yellow", markup=False)
         else:
             self._show(record.getMessage())
 
     def __enter__(self) -> Relay:
         self._level = self._logger.level
+        # Only ever more talkative: a program that asked for debug messages goes on getting them.
         self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
         self._logger.addHandler(self)
         return self
@@ -118,8 +131,12 @@ class Relay(logging.Handler):
 
 
 @contextmanager
-def certifying(*, quiet: bool) -> Iterator[None]:
-    """Show the progress of a certification that comes before the first step."""
+def show_certification(*, quiet: bool) -> Iterator[None]:
+    """Show the progress of a certification that comes before the first step.
+
+    Args:
+        quiet: whether nothing is shown.
+    """
     console = Console(stderr=True, quiet=quiet)
     with console.status("checking the recipe") as status, Relay(status.update, console):
         yield

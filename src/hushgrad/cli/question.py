@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from dp_accounting import DpEvent
 
-from hushgrad.accounting import (
-    SamplingOf,
-    fixed_batches,
-    full_batches,
-    gaussian,
-    poisson_batches,
-    shuffled_batches,
-    truncated_batches,
-)
-from hushgrad.sampling import Poisson, Sampling, WithoutReplacement
+from hushgrad.accounting import gaussian
+from hushgrad.sampling import Sampling
+from hushgrad.sampling.named import SAMPLERS, Sampler
 from hushgrad.types import Relation
-
-
-class SamplingName(Enum):
-    """The ways of drawing a batch, as the command line spells them."""
-
-    POISSON = "poisson"
-    TRUNCATED_POISSON = "truncated-poisson"
-    WITHOUT_REPLACEMENT = "without-replacement"
-    SHUFFLED = "shuffled"
-    FULL = "full"
-
-
-_NEEDS_SIZES = (SamplingName.TRUNCATED_POISSON, SamplingName.SHUFFLED)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """How batches are drawn: the sampling, for `among` records, and what was said of it."""
+    """How batches are drawn, as the options say.
 
-    name: SamplingName
+    Args:
+        name: the sampler's name in `SAMPLERS`.
+        sampling: what draws the batches and states their cost.
+        among: the number of records that the cost is computed for.
+        rate: the share of the records that a batch is expected to have, q.
+        records: the number of records, None where only the rate was given.
+        batch: the size of a batch, None where only the rate was given.
+        max_batch: where batches are cut, None where they are not.
+    """
+
+    name: str
     sampling: Sampling
     among: int
     rate: float
@@ -54,7 +43,19 @@ class Batches:
 
 @dataclass(frozen=True)
 class Question:
-    """A run whose ε is asked for, for one record and for a group of them."""
+    """A run whose ε is asked for, for one record and for a group of them.
+
+    Args:
+        batches: how its batches are drawn.
+        noise_multiplier: σ.
+        steps: how many batches are released, T.
+        delta: δ.
+        relation: what makes two data sets neighbours.
+        group: how many records a second ε is to protect at once, k.
+
+    Raises:
+        ValueError: there is no step.
+    """
 
     batches: Batches
     noise_multiplier: float
@@ -91,22 +92,36 @@ class Question:
 
 
 def batches_from_options(
-    name: SamplingName,
+    name: str,
     *,
     rate: float | None,
     records: int | None,
     batch: int | None,
     max_batch: int | None,
 ) -> Batches:
-    """Put the options on sampling together, or raise a sentence that says which ones to give."""
+    """Put the options on sampling together.
+
+    Args:
+        name: a sampler's name in `SAMPLERS`.
+        rate: batch ÷ records, in place of the two.
+        records: the number of records.
+        batch: the size of a batch, or its expectation.
+        max_batch: where batches are cut.
+
+    Raises:
+        ValueError: the options do not go together; the message says which ones to give.
+
+    >>> drawn = batches_from_options("poisson", rate=0.01, records=None, batch=None, max_batch=None)
+    >>> drawn.sampling
+    Poisson(rate=0.01)
+    """
+    sampler = SAMPLERS[name]
     _require_sizes(records, batch)
-    if max_batch is not None and name is not SamplingName.TRUNCATED_POISSON:
-        raise ValueError(
-            f"expected --max-batch with truncated-poisson only, got it with {name.value}; "
-            "leave it out"
-        )
-    if name is SamplingName.FULL:
-        return _full(rate, records, batch)
+    if max_batch is not None and sampler.capped is None:
+        cut = ", ".join(other for other, each in SAMPLERS.items() if each.capped is not None)
+        raise ValueError(f"expected --max-batch with {cut} only, got it with {name}; leave it out")
+    if sampler.whole:
+        return _whole(name, rate, records, batch)
     if (rate is None) == (records is None and batch is None):
         given = "neither" if rate is None else "both"
         raise ValueError(
@@ -117,25 +132,23 @@ def batches_from_options(
     if records is None or batch is None:
         missing = "--records" if records is None else "--batch"
         raise ValueError(f"expected --records and --batch together, got no {missing}; give both")
-    if name is SamplingName.TRUNCATED_POISSON:
-        max_batch = batch if max_batch is None else max_batch
-        if not 1 <= max_batch <= records:
-            raise ValueError(
-                f"expected 1 <= --max-batch <= --records, got {max_batch} of {records}; "
-                "pass where batches are cut"
-            )
-    sampling = _drawn(name, max_batch)(batch, records)
+    sampling, max_batch = _drawn(sampler, batch, records, max_batch)
     return Batches(name, sampling, records, batch / records, records, batch, max_batch)
 
 
-def _drawn(name: SamplingName, max_batch: int | None) -> SamplingOf:
-    if max_batch is not None:
-        return truncated_batches(max_batch)
-    return {
-        SamplingName.POISSON: poisson_batches,
-        SamplingName.WITHOUT_REPLACEMENT: fixed_batches,
-        SamplingName.SHUFFLED: shuffled_batches,
-    }[name]
+def _drawn(
+    sampler: Sampler, batch: int, records: int, max_batch: int | None
+) -> tuple[Sampling, int | None]:
+    """The sampling, and where its batches are cut: at the expected size if nothing was said."""
+    if sampler.capped is None:
+        return sampler.of(batch, records), None
+    most = batch if max_batch is None else max_batch
+    if not 1 <= most <= records:
+        raise ValueError(
+            f"expected 1 <= --max-batch <= --records, got {most} of {records}; pass where batches "
+            "are cut"
+        )
+    return sampler.capped(most)(batch, records), most
 
 
 def _require_sizes(records: int | None, batch: int | None) -> None:
@@ -147,27 +160,26 @@ def _require_sizes(records: int | None, batch: int | None) -> None:
         )
 
 
-def _by_rate(name: SamplingName, rate: float) -> Batches:
+def _by_rate(name: str, rate: float) -> Batches:
     if not 0 < rate <= 1:
         raise ValueError(f"expected 0 < --rate <= 1, got {rate}; pass batch / records")
-    if name in _NEEDS_SIZES:
+    if not SAMPLERS[name].by_rate:
         raise ValueError(
-            f"expected --records and --batch with {name.value}, whose cost depends on the number "
-            "of records, got --rate; give the two"
+            f"expected --records and --batch with {name}, whose cost depends on the number of "
+            "records, got --rate; give the two"
         )
-    if name is SamplingName.POISSON:  # its event does not depend on the number of records
-        return Batches(name, Poisson(rate), 1, rate)
-    # Only the ratio counts for this event, and a decimal rate is a ratio of whole numbers.
+    # Only the ratio counts for these events, and a decimal rate is a ratio of whole numbers.
     ratio = Fraction(str(rate))
-    return Batches(name, WithoutReplacement(ratio.numerator), ratio.denominator, rate)
+    sampling = SAMPLERS[name].of(ratio.numerator, ratio.denominator)
+    return Batches(name, sampling, ratio.denominator, rate)
 
 
-def _full(rate: float | None, records: int | None, batch: int | None) -> Batches:
+def _whole(name: str, rate: float | None, records: int | None, batch: int | None) -> Batches:
     if rate not in (None, 1.0) or batch not in (None, records):
         raise ValueError(
-            "expected every record in each batch with full, got a --rate below 1 or a --batch "
+            f"expected every record in each batch with {name}, got a --rate below 1 or a --batch "
             "other than --records; leave it out, or use poisson"
         )
-    among = records or 1
-    everything = full_batches(among, among)
-    return Batches(SamplingName.FULL, everything, among, 1.0, records, records)
+    among = records or 1  # the cost of full batches does not depend on it
+    sampling = SAMPLERS[name].of(among, among)
+    return Batches(name, sampling, among, 1.0, records, records)

@@ -1,4 +1,4 @@
-"""hushgrad reproduce: a table or figure of the papers, run anew."""
+"""`hushgrad reproduce`: a table or figure of the papers, run anew."""
 
 from __future__ import annotations
 
@@ -8,33 +8,61 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hushgrad.cli.errors import errors_explained
+from hushgrad.cli.errors import explain_errors
+from hushgrad.cli.target import explain_failure
+from hushgrad.launch.plugins import REPRODUCTIONS, first_line, load_plugin, plugin_names
+from hushgrad.launch.reproduction import Reproduction, StudySettings
+
+_NAMES = ", ".join(plugin_names(REPRODUCTIONS))
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="Which one; `list` names them.")],
+    name: Annotated[str, typer.Argument(help=f"one of {_NAMES}; list says what they are")],
     data: Annotated[
-        Path | None, typer.Option(help="The folder of the data sets, or HUSHGRAD_DATA.")
+        Path | None, typer.Option(help="the folder of the data sets; HUSHGRAD_DATA if left out")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where tables and figures are written.")] = Path(
-        "reproductions"
+    out: Annotated[Path, typer.Option(help="where tables and figures are written")] = Path(
+        "runs/reproductions"
     ),
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each setting.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each setting")] = 10,
 ) -> None:
     """Run a table or a figure of the papers anew, and write it beside the published figures."""
-    from hushgrad.reproductions import REPRODUCTIONS, StudySettings  # takes seconds to import
-
-    console = Console(stderr=True)
-    if name not in REPRODUCTIONS:
-        known = ", ".join(sorted(REPRODUCTIONS))
-        if name == "list":
-            typer.echo(known.replace(", ", "\n"))
-            return
-        raise typer.BadParameter(f"expected one of {known}, got {name}")
-    with errors_explained():
+    if name == "list":
+        list_reproductions()
+        return
+    with explain_errors():
+        study = load_reproduction(name)  # before the folder is made, so that a typo leaves nothing
         out.mkdir(parents=True, exist_ok=True)
-        with console.status("starting") as status:
-            settings = StudySettings(out, data, seeds, lambda line: status.update(line))
-            REPRODUCTIONS[name](settings)
+        with Console(stderr=True).status("starting") as status:
+            study(StudySettings(out, data, seeds, lambda line: status.update(line)))
     for path in sorted(out.iterdir()):
         typer.echo(str(path))
+
+
+def list_reproductions() -> None:
+    """Print each reproduction's name with a line on what it computes.
+
+    One that cannot be imported does not hide the others: its line says why.
+    """
+    names = plugin_names(REPRODUCTIONS)
+    width = max(map(len, names), default=0)
+    for name in names:
+        try:
+            line = first_line(load_reproduction(name))
+        except (ValueError, OSError) as error:
+            line = f"cannot be imported: {error}"
+        typer.echo(f"{name:{width}}  {line}")
+
+
+def load_reproduction(name: str) -> Reproduction:
+    """The reproduction that an installed package offers by this name.
+
+    Raises:
+        ValueError: there is none, or its module cannot be imported.
+
+    >>> load_reproduction("srm-table2").__module__
+    'hushgrad_reproductions.srm_table2'
+    """
+    with explain_failure(f"the reproduction {name}"):
+        study: Reproduction = load_plugin(REPRODUCTIONS, name)
+        return study

@@ -19,19 +19,21 @@ from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable, a9a, ijcnn1
 from hushgrad.data.text import Pairs, Sentences, e2e, sst2
 
-DATASETS: dict[str, Callable[..., Split[Any]]] = {
+CLASSIFIED: dict[str, Callable[..., Split[Any]]] = {
     "a9a": a9a,
     "cifar10": cifar10,
     "digits": digits,
-    "e2e": e2e,
     "fashion-mnist": fashion_mnist,
     "ijcnn1": ijcnn1,
     "mnist": mnist,
-    "sst2": sst2,
 }
+"""The data sets of numbers with a class for each record: those that `hushgrad train NAME` knows."""
+
+DATASETS: dict[str, Callable[..., Split[Any]]] = CLASSIFIED | {"e2e": e2e, "sst2": sst2}
 """The loaders by the names of their folders; each takes the folder of the data sets, or None."""
 
 __all__ = [
+    "CLASSIFIED",
     "DATASETS",
     "Images",
     "LabelledTable",

@@ -16,9 +16,7 @@ from hushgrad.batches.records import count, pad, padded_size
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import MULTIPLE, scores_of
 from hushgrad.gradients import Gradients
-from hushgrad.gradients.factors.gradients import UseKey
-from hushgrad.gradients.factors.kinds import Dense, Outer, Use
-from hushgrad.gradients.factors.slots import in_turn
+from hushgrad.gradients.factors import Dense, Outer, Use, UseKey, in_turn
 from hushgrad.types import Batch, Params, Refused
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from hushgrad.algorithms import Sgd
 from hushgrad.clipping.rules import Clip
-from hushgrad.glm.gradients import NAME, clipped_linear_sum
+from hushgrad.glm.gradients import NAME, ClippedLinearSum
 from hushgrad.glm.losses import Penalty, ScoreLoss
 from hushgrad.glm.rows import RowSource
 from hushgrad.ledger import Budget, Spend
-from hushgrad.noise import release
 from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
+from hushgrad.run.permit import Allowance, Permit
 from hushgrad.run.plan import Plan
 from hushgrad.run.resuming import Fingerprint, none, open_store
+from hushgrad.run.step import StepContext
 from hushgrad.sampling import Scheme
 from hushgrad.types import Refused, Relation
 
@@ -86,7 +87,7 @@ def descend(
     """
     require_one_process()
     clip, sampling = plan.clip, plan.sampling
-    plain = plan.metrics is None and plan.algorithm == Sgd()
+    plain = plan.metrics is None and plan.algorithm == Sgd() and not plan.correlated
     if not (isinstance(clip, Clip) and isinstance(sampling, Scheme) and plain):
         raise Refused(
             "expected a plan of DP-SGD with a fixed clipping rule, a sampling scheme and no "
@@ -106,17 +107,20 @@ def descend(
     memory.restore(Descended(theta, 0), lambda state: None)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
-    span, divisor = _span(rows, sampling, plan), plan.divisor
+    _require_planned_number(rows, sampling, plan)
+    span = sampling.span(plan.records, length=rows.count)
+    allowed = (Allowance(ClippedLinearSum, plan.noise_at(0)),)
     for step in range(plan.steps):
+        memory.drawn(step)
         drawn, own = rows, labels
         if not sampling.sees_all:
             positions = sampling.draw(span, step=step, rng=memory.sampling)
             positions = positions[positions < rows.count]
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
-        total = clipped_linear_sum(drawn, own, theta, loss=loss, clip=clip)
-        released = release(total, plan.noise(step), rng=memory.rng, step=step)
+        context = StepContext(memory.rng, Permit(step, allowed))
+        released = context.release(ClippedLinearSum(drawn, own, theta, loss, clip))
         memory.released(step, released.digest)
-        gradient = released.values[NAME] / divisor
+        gradient = released.values[NAME] / plan.divisor
         if descent.penalty is not None:
             gradient = gradient + descent.penalty.gradient(theta)
         velocity = descent.momentum * velocity + gradient
@@ -130,11 +134,10 @@ def descend(
     return Descended(mean, plan.steps, memory.charges)
 
 
-def _span(rows: RowSource, sampling: Scheme, plan: Plan) -> int:
-    """How many positions batches are drawn from."""
+def _require_planned_number(rows: RowSource, sampling: Scheme, plan: Plan) -> None:
+    """Refuse another number of records than the plan's, where it is public."""
     if Relation.ADD_REMOVE not in sampling.relations and rows.count != plan.records:
         raise Refused(
             f"expected the {plan.records} records that the plan states with "
             f"{sampling.statement}, got another number of them; plan for the public number"
         )
-    return sampling.span(plan.records, length=rows.count)

@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from dp_accounting import DpEvent, GaussianDpEvent
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from hushgrad.clipping.aggregate import aggregate
 from hushgrad.clipping.rules import Clip
 from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.rows import PART, RowSource
+from hushgrad.run.query import BatchPass, answerable
 from hushgrad.types import Bounded
 
 NAME = "coef"
@@ -101,6 +104,29 @@ def linear_gradients(
 def linear_difference(new: LinearGradients, old: LinearGradients) -> LinearGradients:
     """Per-sample differences of gradients at two points: (ℓ'(z') − ℓ'(z)) ⊗ x, nothing else."""
     return new + (-1.0) * old
+
+
+@answerable
+@dataclass(frozen=True)
+class ClippedLinearSum:
+    """The sum of the clipped gradients of these records at θ."""
+
+    rows: RowSource
+    labels: Tensor
+    theta: Float64[Tensor, "classes width"]
+    loss: ScoreLoss
+    clip: Clip
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """See `clipped_linear_sum`."""
+        return clipped_linear_sum(
+            self.rows, self.labels, self.theta, loss=self.loss, clip=self.clip
+        )
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release."""
+        return GaussianDpEvent(noise_multiplier)
 
 
 def clipped_linear_sum(

@@ -28,6 +28,8 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,11 +46,13 @@ from hushgrad.glm.losses import ScoreLoss
 from hushgrad.glm.minimising import minimiser
 from hushgrad.glm.rows import RowSource
 from hushgrad.ledger import Budget, Spend
-from hushgrad.noise import Noise, gaussian, release, standard_normal
+from hushgrad.noise import Noise, gaussian, standard_normal
 from hushgrad.parallel.single import require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.charging import refuse_reproducible
+from hushgrad.run.query import BatchPass, answerable
 from hushgrad.run.resuming import Fingerprint, none
+from hushgrad.run.step import release_once
 from hushgrad.types import Bounded, Refused, Relation
 
 TOLERANCE = 1e-4
@@ -204,18 +208,11 @@ def objective_perturbation(
     sigma = objective_noise(main)
     size = (problem.classes, rows.width)
     drawn = standard_normal(math.prod(size), key.derive("objective")).reshape(size)
-    tolerance = TOLERANCE * problem.gradient_norm
     rest = _with_share(problem, OUTPUT_SHARE)
-    hiding = gaussian(gaussian_noise_multiplier(rest.epsilon, delta=rest.delta))
-    event = ApproximateDpEvent(problem.epsilon, problem.delta)
     theta = _released(
-        rows,
-        labels,
-        problem,
-        tilt=sigma * drawn,
-        l2=2 * tolerance / problem.strength,
-        noise=hiding,
-        event=event,
+        PerturbedMinimiser(rows, labels, problem, tilt=sigma * drawn),
+        noise=gaussian(gaussian_noise_multiplier(rest.epsilon, delta=rest.delta)),
+        event=(event := ApproximateDpEvent(problem.epsilon, problem.delta)),
         key=key,
         budget=budget,
         fingerprint=fingerprint,
@@ -241,22 +238,61 @@ def output_perturbation(
     multiplier = gaussian_noise_multiplier(problem.epsilon, delta=problem.delta)
     if problem.relation is Relation.REPLACE_ONE:
         multiplier *= 2
-    tolerance = TOLERANCE * problem.gradient_norm
-    l2 = (problem.gradient_norm + 2 * tolerance) / problem.strength
-    noise = gaussian(multiplier)
+    query, noise = PerturbedMinimiser(rows, labels, problem), gaussian(multiplier)
     theta = _released(
-        rows,
-        labels,
-        problem,
-        tilt=torch.zeros(problem.classes, rows.width, dtype=torch.float64),
-        l2=l2,
-        noise=noise,
-        event=noise.event,
-        key=key,
-        budget=budget,
-        fingerprint=fingerprint,
+        query, noise=noise, event=noise.event, key=key, budget=budget, fingerprint=fingerprint
     )
-    return Perturbed(theta, multiplier * l2, noise.event)
+    return Perturbed(theta, multiplier * query.l2, noise.event)
+
+
+@answerable
+@dataclass(frozen=True)
+class PerturbedMinimiser:
+    """The minimiser of F, or of F + <tilt, θ> where a random linear term hides the records.
+
+    With a tilt only the distance to the exact minimiser is left to hide, 2γ/Λ. Without one a record
+    moves the minimiser of a Λ-strongly convex sum by at most L/Λ, to which 2γ/Λ is added; γ is the
+    gradient that a search may leave.
+    """
+
+    rows: RowSource
+    labels: Tensor
+    problem: PerturbationProblem
+    tilt: Tensor | None = None
+    of_each_record: ClassVar[bool] = False
+
+    @property
+    def tolerance(self) -> float:
+        """γ: the gradient that may be left."""
+        return TOLERANCE * self.problem.gradient_norm
+
+    @property
+    def l2(self) -> float:
+        """How far one record moves what is found."""
+        moved = 0.0 if self.tilt is not None else self.problem.gradient_norm
+        return (moved + 2 * self.tolerance) / self.problem.strength
+
+    def bounded(self, work: BatchPass | None = None) -> Bounded:
+        """What a search finds."""
+        return Bounded({NAME: self._found}, l2=self.l2)
+
+    @cached_property
+    def _found(self) -> Tensor:
+        tilt = self.tilt
+        if tilt is None:
+            tilt = torch.zeros(self.problem.classes, self.rows.width, dtype=torch.float64)
+        return minimiser(
+            self.rows,
+            self.labels,
+            loss=self.problem.loss,
+            strength=self.problem.strength,
+            tilt=tilt,
+            tolerance=self.tolerance,
+        )
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release."""
+        return gaussian(noise_multiplier).event
 
 
 def _with_share(problem: PerturbationProblem, share: float) -> PerturbationProblem:
@@ -273,12 +309,8 @@ def _key(rng: Rng, budget: Budget | None) -> Rng:
 
 
 def _released(
-    rows: RowSource,
-    labels: Tensor,
-    problem: PerturbationProblem,
+    query: PerturbedMinimiser,
     *,
-    tilt: Tensor,
-    l2: float,
     noise: Noise,
     event: DpEvent,
     key: Rng,
@@ -290,31 +322,25 @@ def _released(
     A search that fails is charged too: that it did may depend on a record.
     """
     require_one_process()
-    _require_short(rows, problem)
+    problem = query.problem
+    _require_short(query.rows, problem)
     entry = None
     if budget is not None:
         entry = budget.open(
             Spend(event, problem.relation, problem.epsilon, problem.delta),
             label="perturbation",
-            plan={"loss": problem.loss.name, "strength": problem.strength, "l2": l2},
+            plan={"loss": problem.loss.name, "strength": problem.strength, "l2": query.l2},
             fingerprint=fingerprint(budget.salt),
         )
     if entry is not None:
         entry.ahead(1)
     try:
-        found = minimiser(
-            rows,
-            labels,
-            loss=problem.loss,
-            strength=problem.strength,
-            tilt=tilt,
-            tolerance=TOLERANCE * problem.gradient_norm,
-        )
+        query.bounded()
     except BaseException:
         if entry is not None:
             entry.settle(steps=1, event=repeated(1, event))
         raise
-    released = release(Bounded({NAME: found}, l2=l2), noise, rng=key, step=0)
+    released = release_once(query, noise, rng=key)
     if entry is not None:
         entry.note(0, released.digest)
         entry.settle(steps=1, event=repeated(1, event))

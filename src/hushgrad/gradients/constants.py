@@ -74,14 +74,18 @@ def constant(value: Value) -> Value:
 
 
 def unwrap_constants(batch: Batch) -> tuple[Batch, BatchStructure]:
-    """The batch with its constants' values, as the loss gets it, and its form.
+    """Return the batch with its constants' values, as the loss gets it, and its structure.
 
-    Anything but tensors, `None`, constants and containers of them is refused.
+    Raises:
+        Refused: if it has anything but tensors, `None`, constants and containers of them.
+
+    >>> unwrap_constants({"x": torch.zeros(1), "task": constant("sentiment")})[0]
+    {'x': tensor([0.]), 'task': 'sentiment'}
     """
-    return _opened(batch, "batch")
+    return _open(batch, "batch")
 
 
-def _opened(tree: Any, name: str) -> tuple[Any, BatchStructure]:
+def _open(tree: Any, name: str) -> tuple[Any, BatchStructure]:
     if isinstance(tree, Constant):
         return tree.value, _form(tree.value)
     if tree is None or is_leaf(tree):
@@ -97,7 +101,7 @@ def _opened(tree: Any, name: str) -> tuple[Any, BatchStructure]:
         )
     values, forms = [], []
     for label, part in parts:
-        value, form = _opened(part, name + label)
+        value, form = _open(part, name + label)
         values.append(value)
         forms.append((label, form))
     return rebuilt(tree, values), (type(tree), *forms)

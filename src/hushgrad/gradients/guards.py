@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hushgrad.numerics import same_bits
 from hushgrad.parallel.single import spread
 from hushgrad.types import NotCovered, Params, Refused
 
@@ -30,6 +31,7 @@ def _state(params: Params, modules: Sequence[nn.Module]) -> tuple[Watched, Watch
     """The parameters, private or not, and the modules' buffers; each tensor once."""
     trained: Watched = {(PRIVATE, name): p for name, p in params.items()}
     buffers: Watched = {}
+    # A tied tensor counts once, by the first name that it is found under.
     seen = {id(p) for p in params.values()}
     for i, module in enumerate(modules):
         for prefix, owner in module.named_modules():
@@ -49,7 +51,7 @@ def _marks(state: Watched) -> dict[WatchedKey, Mark]:
 
 
 @contextmanager
-def guarded(
+def guard_pass(
     params: Params,
     modules: Sequence[nn.Module],
     free: frozenset[WatchedKey] = frozenset(),
@@ -65,6 +67,7 @@ def guarded(
     kept = {k: x for k, x in (trained | buffers | _kept(modules, held)).items() if k not in free}
     versions = {key: _version(x) for key, x in kept.items()}
     digests = {key: _digest(x) for key, x in kept.items()}
+    # `.grad` may hold gradients of public data that somebody adds up: it is lent, not lost.
     gradients = {key: p.grad for key, p in trained.items()}
     try:
         for p in trained.values():
@@ -72,19 +75,21 @@ def guarded(
         yield
         for key, p in trained.items():
             if p.grad is not None:
-                raise _consumed(key[1]) if key[0] == PRIVATE else _stranger(key[1])
+                refusal_of = _unseen_use_refusal if key[0] == PRIVATE else _stranger_refusal
+                raise refusal_of(key[1])
         now, buffers = _state(params, modules)
         after = _marks(now | buffers)
+        # The versions say so in most cases, for the price of a comparison of numbers.
         if after != before:
             for key in before.keys() | after.keys():
                 if key not in free and before.get(key) != after.get(key):
-                    raise refuse_written(key)
+                    raise write_refusal(key)
         for key, x in kept.items():
             if _version(x) != versions[key]:
-                raise _remembered(key)
+                raise _memory_refusal_of(key)
             # A write through `.data` leaves no other mark.
             if not all(map(same_bits, _digest(x), digests[key])):
-                raise refuse_written(key) if key in before else _remembered(key)
+                raise write_refusal(key) if key in before else _memory_refusal_of(key)
     finally:
         for key, p in trained.items():
             p.grad = gradients[key]
@@ -106,6 +111,7 @@ def _digest(x: Tensor) -> tuple[Tensor, ...]:
     if whole.numel() <= _FEW:
         return (whole.clone(),)
     flat = whole.contiguous().view(-1)
+    # A view as 64-bit words wants memory that begins at a word.
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     rest = flat.numel() % (8 * _SHARES)
@@ -133,7 +139,7 @@ def _kept(modules: Sequence[nn.Module], held: Iterable[object]) -> Watched:
 _HELD = -2
 
 
-def _remembered(key: WatchedKey) -> Refused:
+def _memory_refusal_of(key: WatchedKey) -> Refused:
     return Refused(
         f"the forward pass wrote {key[1]}, and what it keeps there reaches the records of later "
         "batches; compute each record's loss from that record and the parameters alone, and make a "
@@ -156,22 +162,25 @@ def refuse_strangers(losses: Tensor, params: Params, known: Iterable[Tensor]) ->
         if id(leaf) not in expected:
             made_from = leaf.__dict__.get("names", ())
             if id(leaf) in names or made_from:
-                raise _consumed(names.get(id(leaf), ", ".join(made_from)), _spelt(consumer))
+                raise _unseen_use_refusal(
+                    names.get(id(leaf), ", ".join(made_from)), _name_of_consumer(consumer)
+                )
             if isinstance(leaf, nn.Parameter) or leaf.grad is not None:
-                raise _stranger(_unnamed(leaf))
+                raise _stranger_refusal(_shape_in_words(leaf))
             others.append(weakref.ref(leaf))
     return others
 
 
 def refuse_kept(leaves: Iterable[Reference]) -> None:
     """Refuse leaves that outlive the pass: what nobody holds is trained by nobody."""
+    # Cycles keep tensors alive for a while; only what outlives a collection is kept.
     if any(leaf() is not None for leaf in leaves):
         gc.collect()
     for leaf in leaves:
         kept = leaf()
         if kept is not None:
             kept.grad = None
-            raise _stranger(_unnamed(kept))
+            raise _stranger_refusal(_shape_in_words(kept))
 
 
 def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
@@ -183,38 +192,40 @@ def _leaves(losses: Tensor) -> Iterator[tuple[Tensor, Any]]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Autograd's own name for the tensor that a backward pass would add a gradient to.
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf, consumer
         stack += [(following, node) for following, _ in node.next_functions]
 
 
-def _spelt(consumer: Any) -> str:
+def _name_of_consumer(consumer: Any) -> str:
     return "the loss" if consumer is None else str(consumer.name()).removesuffix("Backward")
 
 
-def _consumed(name: str, consumer: str = "an operation") -> Refused:
+def _unseen_use_refusal(name: str, consumer: str = "an operation") -> Refused:
     return NotCovered(
         f"{consumer} used the parameter {name} in an operation that hushgrad cannot intercept "
-        "(a custom autograd.Function or kernel?); write it with torch operations, or use form=loop"
+        "(a custom autograd.Function or kernel?); write it with torch operations, wrap it as "
+        "hushgrad.gradients.operation with a rule (hushgrad.gradients.rule), or use form=loop"
     )
 
 
-def _unnamed(leaf: Tensor) -> str:
+def _shape_in_words(leaf: Tensor) -> str:
     """A parameter by its shape; of another tensor that would tell the size of the batch."""
     if isinstance(leaf, nn.Parameter):
         return f"of shape {tuple(leaf.shape)}"
     return f"(a tensor of {leaf.dim()} dimensions that requires a gradient)"
 
 
-def _stranger(name: str) -> Refused:
+def _stranger_refusal(name: str) -> Refused:
     return Refused(
         f"the loss also trains the parameter {name}, which is not among the private parameters; "
         "add it to params, or freeze it with requires_grad_(False)"
     )
 
 
-def refuse_written(key: WatchedKey) -> Refused:
+def write_refusal(key: WatchedKey) -> Refused:
     """The refusal of a tensor that the forward pass wrote."""
     return Refused(
         f"the forward pass wrote {key[1]}, which then leaves without noise through the state dict; "
@@ -228,9 +239,24 @@ def refuse_written(key: WatchedKey) -> Refused:
 
 @contextmanager
 def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[WatchedKey, Tensor]]:
-    """Give parameters and buffers back as they were, and tell what the block wrote: key to value.
+    """Give parameters and buffers back as they were, and tell what the block wrote.
 
     Values are compared too: a write through `.data` leaves no other mark.
+
+    Args:
+        params: private parameters by name; none are kept if it is empty.
+        modules: modules whose parameters and buffers are kept, too.
+
+    Yields:
+        A dictionary that has, after the block, the new value of each tensor that was written.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with restored({}, [norm]) as written:
+    ...     _ = norm(torch.randn(8, 2))
+    >>> sorted(name for _, name in written)
+    ['num_batches_tracked', 'running_mean', 'running_var']
+    >>> norm.running_mean.tolist()
+    [0.0, 0.0]
     """
     trained, buffers = _state(params, modules)
     state = trained | buffers
@@ -256,16 +282,18 @@ def restored(params: Params, modules: Sequence[nn.Module]) -> Iterator[dict[Watc
                 owner._buffers.update(own)
         for key in changed.keys() & before.keys():
             x, data, value, _ = before[key]
+            # Another storage may have been put behind the tensor, with the old version number.
             x.data = data
             if not same_bits(x, value):
                 data.copy_(value)
 
 
 @contextmanager
-def undone_if_it_fails(modules: Sequence[nn.Module]) -> Iterator[None]:
+def undo_on_failure(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Give back random states and buffers if the block raises: another way is tried after it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     cpu, others = torch.get_rng_state(), [torch.cuda.get_rng_state(i) for i in devices]
+    # Buffers can be put in each other's place, so names and values are both kept.
     owners = [m for module in modules for m in module.modules()]
     before = [(m, k, b, b.clone()) for m in owners for k, b in m.named_buffers(recurse=False)]
     try:
@@ -285,22 +313,21 @@ def _identities(buffers: Any) -> dict[str, int]:
     return {name: id(b) for name, b in buffers.items()}
 
 
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Are two tensors equal, nan included?"""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if torch.equal(x, y):
-        return True
-    if not (x.is_floating_point() or x.is_complex()):
-        return False
-    return bool(((x == y) | (x.isnan() & y.isnan())).all())
-
-
 # --- what may be private ------------------------------------------------------------------------
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot be private as they are."""
+    """Refuse parameters that cannot be private as they are.
+
+    Args:
+        params: the private parameters by name.
+
+    Raises:
+        Refused: if there is none, or one is frozen, complex, of a class of its own, named twice,
+            has a gradient hook, or has its values in several processes.
+
+    >>> check_parameters(dict(nn.Linear(2, 1).named_parameters()))
+    """
     if not params:
         raise Refused(
             "expected at least one private parameter, got none; pass "
@@ -340,6 +367,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
 
     The former would be trained on gradients without noise; the latter would get noise, and a share
     of each record's bound, and would not be trained.
+
+    Args:
+        optimizer: any of torch's, or one with their `param_groups`.
+        params: the private parameters by name.
+
+    Raises:
+        Refused: with the tensor, and how to mend it.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> check_optimizer(torch.optim.SGD(layer.parameters()), dict(layer.named_parameters()))
     """
     private = {id(p) for p in params.values()}
     for number, group in enumerate(optimizer.param_groups):

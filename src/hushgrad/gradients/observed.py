@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.deterministic import WithoutRandomness
 from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import guarded, restored, same_bits
-from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.gradients.guards import guard_pass, restored
+from hushgrad.gradients.probes import beside_others, replaced_places
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 RecordValues = Callable[[Batch], Tensor]
@@ -25,32 +26,47 @@ _MULTIPLE = 32  # rows that a batch is filled up to, so that a record keeps its 
 def observe(
     values: RecordValues, batch: Batch, *, modules: Sequence[nn.Module] = (), test: bool
 ) -> Float[Tensor, " batch"]:
-    """Each record's value, as float64, without gradients and without a trace in the modules.
+    """Take each record's value, without gradients and without a trace in the modules.
 
-    With `test`, every second record is replaced and the others' values must keep their bits: a
-    value that depends on other records has no bound on what one of them moves. Random numbers are
-    drawn from torch's generator, which moves on: no two records may share them.
+    Random numbers are drawn from torch's generator, which moves on: no two records may share them.
+
+    Args:
+        values: `values(batch)` returns one value for each record.
+        batch: nested tensors whose first dimension counts the records.
+        modules: the modules that it runs; their buffers are put back.
+        test: replace every second record, and require that the others' values keep their bits. A
+            value that depends on other records has no bound on what one of them moves.
+
+    Returns:
+        The values in float64, one for each record.
+
+    Raises:
+        Refused: if a value depends on other records, or the shape is another.
+
+    >>> observe(lambda x: x.square().sum(1), torch.tensor([[3.0, 4.0]]), test=True).tolist()
+    [25.0]
     """
     size = records.count(batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
     batch, _ = unwrap_constants(batch)
+    # A record must keep its bits in batches of any size, also where nothing is clipped.
     padded = records.padded_size(size, _MULTIPLE)
     whole = records.pad(batch, size, padded)
-    with torch.no_grad(), guarded({}, modules):
+    with torch.no_grad(), guard_pass({}, modules):
         if test:
             _check_independence(values, whole, modules)
         with restored({}, modules):
-            return _called(values, whole, padded)[:size]
+            return _call_values(values, whole, padded)[:size]
 
 
 def _check_independence(values: RecordValues, batch: Batch, modules: Sequence[nn.Module]) -> None:
     size = records.count(batch)
-    places = replaced(size)
+    places = replaced_places(size)
 
     def kept(batch: Batch) -> Tensor:
         with WithoutRandomness() as neutral, restored({}, modules):
-            return _called(neutral.calling(values), batch, size)[~places]
+            return _call_values(neutral.choosing_draws(values), batch, size)[~places]
 
     expected, found = kept(batch), [kept(beside_others(batch, places, loud=False))]
     # Loud records show a coupling that a yes or no would hide; a function may refuse them.
@@ -63,7 +79,7 @@ def _check_independence(values: RecordValues, batch: Batch, modules: Sequence[nn
         )
 
 
-def _called(values: RecordValues, batch: Batch, size: int) -> Tensor:
+def _call_values(values: RecordValues, batch: Batch, size: int) -> Tensor:
     found = values(batch)
     if not isinstance(found, Tensor) or found.shape != (size,):
         # Not by its shape, which would tell the size of the batch.

@@ -44,11 +44,11 @@ def distinct_records(batch: Batch, size: int, most: int = 4) -> Batch:
     own = records.take(chosen, known)
     repeated = records.take(chosen, [known[i % len(known)] for i in range(most - len(known))])
     # Whole numbers from a narrow range may come out as they were: several draws, the best counts.
-    drawn = [_joined(own, repeated, chance) for _ in range(_DRAWS)]
+    drawn = [_join(own, repeated, chance) for _ in range(_DRAWS)]
     return max(drawn, key=lambda few: len(distinct(few)))
 
 
-def _joined(own: Batch, repeated: Batch, chance: np.random.Generator) -> Batch:
+def _join(own: Batch, repeated: Batch, chance: np.random.Generator) -> Batch:
     """Records, and variations of others behind them."""
     varied = iter(records.tensors(records.map_tensors(lambda x: _vary(x, chance), repeated)))
     return records.map_tensors(lambda x: torch.cat([x, next(varied)]), own)
@@ -71,7 +71,7 @@ def irregular(count: int, size: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def replaced(size: int, variant: int = 0) -> Tensor:
+def replaced_places(size: int, variant: int = 0) -> Tensor:
     """Which half of the places gets other records, without a period.
 
     Variants 0 and 1 are complements: of any two places that one of them parts, each sees the
@@ -173,7 +173,7 @@ def beside_variations(batch: Batch, places: Tensor | None = None) -> Batch:
 
 
 def _or_half(batch: Batch, places: Tensor | None) -> Tensor:
-    return replaced(records.count(batch)) if places is None else places
+    return replaced_places(records.count(batch)) if places is None else places
 
 
 def _beside(batch: Batch, places: Tensor, others: Batch) -> Batch:

@@ -8,7 +8,7 @@ from types import CodeType
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hushgrad.gradients.constants import BatchStructure, unwrap_constants
-from hushgrad.gradients.objective import held_by
+from hushgrad.gradients.objective import references_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
 
@@ -18,9 +18,10 @@ class Structures:
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def checked(self, batch: Batch, loss: Loss, params: Params) -> Batch:
+    def check(self, batch: Batch, loss: Loss, params: Params) -> Batch:
         """The batch as the loss gets it; refused if it has another form than those before."""
         batch, form = unwrap_constants(batch)
+        # By the first parameter, weakly: what is known of a model goes with it.
         known: dict[Hashable, BatchStructure] = self._known.setdefault(
             next(iter(params.values())), {}
         )
@@ -42,4 +43,4 @@ class Structures:
 
 def _code_of(loss: Loss) -> Hashable:
     """Which function it is, whatever values it closes over."""
-    return (type(loss), *(x for x in held_by(loss) if isinstance(x, CodeType | type)))
+    return (type(loss), *(x for x in references_of(loss) if isinstance(x, CodeType | type)))

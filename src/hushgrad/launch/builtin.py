@@ -1,27 +1,25 @@
-"""The recipe behind `hushgrad train --dataset … --model …`: a classifier on a public data set."""
+"""The recipe behind `hushgrad train DATASET --model MODEL`: a classifier on a public data set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hushgrad.algorithms.algorithm import Parts
 from hushgrad.algorithms.named import NAMED
-from hushgrad.clipping.rules import Clip, abadi, automatic, normalize
-from hushgrad.data import DATASETS
+from hushgrad.clipping.named import CLIPS
+from hushgrad.data import CLASSIFIED
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.metrics import Metrics
 from hushgrad.run.plan import plan
 from hushgrad.sampling import FullBatch
 from hushgrad.types import Batch
-
-_TEXT = ("e2e", "sst2")
-CLASSIFIED = tuple(name for name in DATASETS if name not in _TEXT)
-"""The data sets that `classifier` knows."""
 
 
 def linear_model(shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -30,14 +28,19 @@ def linear_model(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Two linear layers of 64 and tanh, which keeps the gradients of private training in bounds."""
+    """Two linear layers with 64 tanh units between them."""
+    # Bounded units keep gradients short: Papernot et al. 2021, Tempered Sigmoid Activations.
     return nn.Sequential(
         nn.Flatten(), nn.Linear(math.prod(shape), 64), nn.Tanh(), nn.Linear(64, classes)
     )
 
 
 def cnn_model(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A convolution with tanh and a linear layer; for images."""
+    """A convolution with tanh and a linear layer; for images.
+
+    Raises:
+        ValueError: a record is not an image of channels, rows and columns.
+    """
     if len(shape) != 3:
         raise ValueError(
             f"expected images for the model cnn, got records of shape {shape}; use linear or mlp"
@@ -51,6 +54,8 @@ def cnn_model(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+T = TypeVar("T")
+
 MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "linear": linear_model,
     "mlp": mlp,
@@ -58,17 +63,13 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 """The models by name: each takes the shape of a record and the number of classes."""
 
-CLIPS: dict[str, Callable[[], Clip]] = {
-    "automatic": automatic,
-    "normalize": normalize,
-    "abadi": lambda: abadi(1.0),
-}
-"""The clipping rules by name, each with the bound 1."""
-
-_SIZES = {"digits": (1024, 50.0)}  # of a batch, and epochs
+# Batch and epochs. Noise is added once a step, so batches are large, and epochs few.
+_SIZES = {"digits": (1024, 50.0)}
 _USUAL_SIZES = (1024, 10.0)
 _MOST_RATE = 1e6  # beyond, weights overflow
 _RATES = {"linear": 2.0, "mlp": 1.0, "cnn": 1.0}
+_USUAL_RATE = 1.0
+_USUAL_EPSILON = 3.0
 
 
 def classifier(
@@ -89,56 +90,62 @@ def classifier(
 ) -> Recipe:
     """Train a small model on a public data set, by SGD on the mean of clipped gradients.
 
-    ε is 3 if neither it nor a noise multiplier is given. `seed` is that of the first weights. An
-    `algorithm` of full batches takes one step an epoch.
+    Args:
+        dataset: a name in `hushgrad.data.CLASSIFIED`.
+        model: a name in `MODELS`.
+        epsilon: ε of the whole run; 3 if neither it nor a noise multiplier is given.
+        noise_multiplier: σ, in place of ε.
+        delta: δ of the whole run.
+        batch: the expected size of a batch.
+        epochs: expected passes over the data; an algorithm of full batches takes one step in each.
+        lr: the learning rate of SGD.
+        momentum: the momentum of SGD.
+        clip: a name in `hushgrad.clipping.named.CLIPS`, at clipping norm 1.
+        algorithm: a name in `hushgrad.algorithms.named.NAMED`.
+        data: the folder of the data sets.
+        seed: that of the first weights, which are public.
+
+    Raises:
+        ValueError: a name or a number makes no sense; the message lists what would.
+
+    >>> recipe = classifier(model="mlp", epochs=1, noise_multiplier=1.0)
+    >>> recipe.plan.records, recipe.plan.clip
+    (1437, automatic(gamma=0.01, clip_norm=1.0))
     """
-    split = DATASETS[_one_of("dataset", dataset, CLASSIFIED)](data)
+    split = find_by_name(CLASSIFIED, dataset, option="--dataset")(data)
     features, labels = split.train
-    shape, size = tuple(features.shape[1:]), len(labels)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = MODELS[_one_of("model", model, tuple(MODELS))](shape, len(split.classes))
+    records = len(labels)
+    network = _network(model, tuple(features.shape[1:]), len(split.classes), seed=seed)
     usual_batch, usual_epochs = _SIZES.get(dataset, _USUAL_SIZES)
-    rate = _RATES[model] if lr is None else lr
-    if not 0 < rate <= _MOST_RATE:
-        raise ValueError(
-            f"expected lr above 0 and at most {_MOST_RATE:g}, got {rate}; 0.1 to 4 is usual"
-        )
+    size = min(usual_batch, records) if batch is None else batch
+    chosen = find_by_name(NAMED, algorithm, option="--algorithm")(size, records)
     if epsilon is None and noise_multiplier is None:
-        epsilon = 3.0
-    size_of_batch = min(usual_batch, size) if batch is None else batch
-    chosen = NAMED[_one_of("algorithm", algorithm, tuple(NAMED))](size_of_batch, size)
-    if chosen.own_step:
+        epsilon = _USUAL_EPSILON
+    rate = _learning_rate(model, lr)
+    if chosen.own_step:  # SGD at rate 1 takes the step that the algorithm returns as it is
         rate, momentum = 1.0, 0.0
-    watched = Metrics(watched=("accuracy",)) if chosen.algorithm.carries_metrics else None
-
-    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(network(part[0]), part[1], reduction="none")
-
-    def correct(part: Batch) -> Tensor:
-        right: Tensor = network(part[0]).argmax(1) == part[1]
-        return right.float()
-
+    metered = Parts.of(chosen.algorithm).carries_metrics
+    watched = Metrics(watched=("accuracy",)) if metered else None
     return Recipe(
         model=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum),
         data=split.train,
-        loss=loss,
+        loss=_cross_entropy(network),
         plan=plan(
-            records=size,
-            batch=size if chosen.full else size_of_batch,
+            records=records,
+            batch=records if chosen.full else size,
             epochs=usual_epochs if epochs is None else epochs,
             delta=delta,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
-            clip=CLIPS[_one_of("clip", clip, tuple(CLIPS))](),
+            clip=find_by_name(CLIPS, clip, option="--clip")(1.0),
             metrics=watched,
             sampling=FullBatch() if chosen.full else None,
             relation=chosen.relation,
             accountant=chosen.accountant,
             algorithm=chosen.algorithm,
         ),
-        correct=correct,
+        correct=_correct(network),
         test=split.test,
         notes=(
             f"{split.name} from {split.source}: {split.preparation}. Nothing was computed from the "
@@ -149,9 +156,48 @@ def classifier(
     )
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
+def _network(model: str, shape: tuple[int, ...], classes: int, *, seed: int) -> nn.Module:
+    build = find_by_name(MODELS, model, option="--model")
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        torch.manual_seed(seed)
+        return build(shape, classes)
+
+
+def find_by_name(registry: Mapping[str, T], name: str, *, option: str) -> T:
+    """What a registry has by a name.
+
+    Raises:
+        ValueError: the registry has no such name; the message has the option and all names.
+
+    >>> find_by_name(MODELS, "mlp", option="--model").__name__
+    'mlp'
+    """
+    if name not in registry:
         raise ValueError(
-            f"expected --{option} to be one of {', '.join(known)}, got {value!r}; name one"
+            f"expected {option} to be one of {', '.join(registry)}, got {name!r}; name one"
         )
-    return value
+    return registry[name]
+
+
+def _learning_rate(model: str, lr: float | None) -> float:
+    rate = _RATES.get(model, _USUAL_RATE) if lr is None else lr
+    if not 0 < rate <= _MOST_RATE:
+        raise ValueError(
+            f"expected lr above 0 and at most {_MOST_RATE:g}, got {rate}; 0.1 to 4 is usual"
+        )
+    return rate
+
+
+def _cross_entropy(network: nn.Module) -> Callable[[Batch], Tensor]:
+    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(network(part[0]), part[1], reduction="none")
+
+    return loss
+
+
+def _correct(network: nn.Module) -> Callable[[Batch], Tensor]:
+    def correct(part: Batch) -> Tensor:
+        right: Tensor = network(part[0]).argmax(1) == part[1]
+        return right.float()
+
+    return correct

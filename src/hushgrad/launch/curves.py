@@ -16,19 +16,29 @@ _SPAN = 50
 
 
 def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: int) -> None:
-    """Draw the metrics of each step and their means over 50 steps, and ε, into an image file."""
+    """Draw the metrics of each step and their means over 50 steps, and ε, into an image file.
+
+    Args:
+        plan: the run's.
+        readings: the metrics as they were released, one reading for each step.
+        path: the file, whose ending says of which kind it is.
+        steps: how many were taken.
+    """
     from matplotlib.figure import Figure  # takes a second to import
 
     watched = plan.metrics.watched if plan.metrics else ()
     shown = [(("loss",), "loss"), (("clipped", *watched), "share of the batch")]
+    # Without metrics there is still ε to draw.
     panels = shown if readings else []
     figure = Figure(figsize=(6, 3 * (len(panels) + 1)), layout="constrained")
     axes = figure.subplots(len(panels) + 1, 1, squeeze=False)[:, 0]
     for axis, (names, label) in zip(axes, panels, strict=False):
         for name in names:
+            # Steps are counted from 1 for readers, from 0 in the run.
             places = [reading.step + 1 for reading in readings]
             raw = [reading.values[name] for reading in readings]
             (line,) = axis.plot(places, means(raw), label=name)
+            # Single readings are mostly noise, and drawn faintly behind their means.
             axis.plot(places, raw, ".", markersize=2, alpha=0.4, color=line.get_color())
         axis.set(ylabel=f"{label}, with noise", xlim=(0, plan.steps))
         axis.legend()
@@ -41,6 +51,10 @@ def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: i
 
 def means(values: Sequence[float], *, span: int = _SPAN) -> list[float]:
     """The mean over the last `span` values, at each of them.
+
+    Args:
+        values: numbers in their order.
+        span: over how many; fewer at the beginning.
 
     >>> means([1.0, 3.0, 5.0], span=2)
     [1.0, 2.0, 4.0]

@@ -25,7 +25,11 @@ from hushgrad.types import Batch, Loss
 
 
 def cnn() -> tuple[nn.Module, Loss, Batch]:
-    """A small image classifier: a convolution, group norm, and two linear layers."""
+    """A small image classifier: a convolution, group norm, and two linear layers.
+
+    Returns:
+        The model, its loss, and a batch, as `hushgrad doctor hushgrad.launch.demo:cnn` takes them.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
@@ -37,6 +41,7 @@ def cnn() -> tuple[nn.Module, Loss, Batch]:
         nn.Dropout(0.1),
         nn.Linear(32, 10),
     )
+    # Drawn records will do: the doctor looks at the model, and prints nothing of the records.
     batch = (torch.randn(32, 1, 8, 8), torch.randint(10, (32,)))
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -68,7 +73,11 @@ class _LanguageModel(nn.Module):
 
 
 def transformer() -> tuple[nn.Module, Loss, Batch]:
-    """A small language model with tied embeddings and learned positions."""
+    """A small language model with tied embeddings and learned positions.
+
+    Returns:
+        The model, its loss, and a batch.
+    """
     torch.manual_seed(0)
     model = _LanguageModel()
 
@@ -105,7 +114,13 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of the demo, and its accuracy on the test records; no guarantee if not private."""
+    """A model of the demo.
+
+    Args:
+        model: its name in `NAMES`.
+        accuracy: on the test records, which are public.
+        guarantee: that of its run, None if it was trained without privacy.
+    """
 
     model: str
     accuracy: float
@@ -113,7 +128,16 @@ class Trained:
 
 
 def train_all(*, seed: int | None = None, share: float = 1.0, each_step: Step) -> list[Trained]:
-    """Train each model without privacy and at each ε; `share` shortens every run, for tests."""
+    """Train each model without privacy and at each ε.
+
+    Args:
+        seed: makes the runs reproducible, and not private; None draws keys from the system.
+        share: of the steps of every run, for a try.
+        each_step: told after each step what is trained, the steps taken, and those there are.
+
+    Returns:
+        For each model: the one without privacy, and those at each of `EPSILONS`.
+    """
     found = []
     for model, name in NAMES.items():
         found.append(_train_plainly(model, seed or 0, share, partial(each_step, name)))
@@ -158,11 +182,13 @@ def _train_plainly(model: str, seed: int, share: float, told: Told) -> Trained:
     steps = max(1, round(epochs * share * recipe.plan.records / batch))
     draws = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        # Drawn with replacement: nothing is accounted for here.
         drawn = torch.randint(recipe.plan.records, (batch,), generator=draws)
         recipe.optimizer.zero_grad()
         recipe.loss(take(recipe.data, drawn.tolist())).mean().backward()
         recipe.optimizer.step()
         told(step + 1, steps)
+    # The digits have test records, so there is an accuracy.
     found = accuracy(recipe)
     assert found is not None
     return Trained(model, found, None)

@@ -21,14 +21,18 @@ from hushgrad.types import Batch
 WATCHED = "accuracy"
 """The metric that a recipe's `correct` is watched as, where its plan asks for it."""
 
-_TEST_PIECE = 1000
+_TEST_PIECE = 1000  # test records at once: all of them might not fit into memory
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that has stopped: at its plan's end, or before it, to be gone on with.
+    """A run that has stopped: at its plan's end, or before it, to be resumed.
 
-    `seconds` are those of this process. `accuracy` is that on the recipe's public records.
+    Args:
+        run: the run.
+        seconds: those of this process.
+        finished: whether all steps of the plan were taken.
+        accuracy: that on the recipe's public records, None without any or before the end.
     """
 
     run: Run
@@ -50,10 +54,23 @@ def start(
     """Start the recipe's run, or go on from the checkpoint in `folder`.
 
     Where it is refused, nothing that it made is left.
+
+    Args:
+        recipe: what is trained.
+        rng: the run's key, `Rng.from_os()` for a private run.
+        folder: where checkpoints are kept, None for none.
+        budget: what the run is charged to, None for a ledger of its own.
+        resume: whether to go on with the run in `folder`.
+        device: where the model is trained.
+
+    Raises:
+        Refused: the run would not keep what it states, or the budget has less left.
     """
+    # Before the run looks at the parameters: they must not be replaced after that.
     recipe.model.to(device)
     if recipe.average is not None:
         recipe.average.to(device)
+    # Named to the run, so that checkpoints have their state too.
     kept: dict[str, Any] = {"schedule": recipe.schedule, "average": recipe.average}
     return train(
         recipe.model,
@@ -80,10 +97,17 @@ def carry_out(
 ) -> Outcome:
     """Take the steps that are left, and measure the model on the recipe's public records.
 
-    `each_step` is called after every step. It sees the run, and so only what was released. Once
-    `stopped` tells so, a checkpoint is written and the run can be resumed.
+    Args:
+        run: a run that `start` made.
+        recipe: what it was made from.
+        checkpoint_every: after so many steps a checkpoint is written.
+        device: where the model is trained.
+        each_step: called after every step. It sees the run, and so only what was released.
+        stopped: asked after every step; once it says so, a checkpoint is written, and the run can
+            be resumed.
     """
     begun = time.monotonic()
+    # What is watched is released with noise, so the plan must have named it.
     asked = run.plan.metrics is not None and WATCHED in run.plan.metrics.watched
     watch = {WATCHED: recipe.correct} if asked and recipe.correct is not None else {}
     for batch in run:
@@ -94,12 +118,13 @@ def carry_out(
             recipe.average.update_parameters(recipe.model)
         each_step(run)
         left = len(run) - run.steps_taken
-        stop = left > 0 and stopped()
+        stop = left > 0 and stopped()  # after the last step there is nothing to resume
         due = checkpoint_every is not None and run.steps_taken % checkpoint_every == 0
         if stop or (due and left > 0):
             run.save()
         if stop:
             return Outcome(run, time.monotonic() - begun, finished=False, accuracy=None)
+    # The loop has finished the run, so the model may be changed again.
     if recipe.average is not None:
         recipe.model.load_state_dict(recipe.average.module.state_dict())
     seconds = time.monotonic() - begun
@@ -108,7 +133,23 @@ def carry_out(
 
 @needs_rng
 def launch(recipe: Recipe, *, rng: Rng, folder: Path | None = None, device: str = "cpu") -> Outcome:
-    """Train as the recipe says, from the start to the end of its plan."""
+    """Train as the recipe says, from the start to the end of its plan.
+
+    Args:
+        recipe: what is trained.
+        rng: the run's key, `Rng.from_os()` for a private run.
+        folder: where checkpoints are kept, None for none.
+        device: where the model is trained.
+
+    Returns:
+        The run, with its guarantee, and the accuracy on public records.
+
+    >>> from hushgrad.launch.builtin import classifier
+    >>> recipe = classifier(epochs=1, noise_multiplier=2.0)
+    >>> outcome = launch(recipe, rng=Rng.fixed(0))
+    >>> outcome.finished, outcome.run.steps_taken
+    (True, 2)
+    """
     run = start(recipe, rng=rng, folder=folder, device=device)
     return carry_out(run, recipe, device=device)
 
@@ -120,6 +161,7 @@ def accuracy(recipe: Recipe, *, device: str = "cpu") -> float | None:
     """
     if recipe.test is None or recipe.correct is None:
         return None
+    # Dropout and the like are off while accuracy is measured, and back on after it.
     was_training = recipe.model.training
     recipe.model.eval()
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.gradients.guards import restored
+from hushgrad.gradients import restored
 from hushgrad.launch.recipe import Recipe
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.sampling import Loader
@@ -26,13 +26,22 @@ UNCOUNTED = (
 )
 """What the checks tell about the records, in words for the report."""
 
-_PROBES = 8
+_PROBES = 8  # of the first records, to certify with
 
 
 def check(recipe: Recipe, *, device: str = "cpu") -> None:
     """Raise one sentence for a run that could not go well. Reads, and changes nothing.
 
     Records that are fetched one by one are not all read: only the first few are.
+
+    Args:
+        recipe: what is to be trained.
+        device: where.
+
+    Raises:
+        ValueError: there is no such device, or δ is 1 / records or more.
+        Refused: a feature is not finite, a label or index is out of the model's range, or the model
+            cannot be certified.
     """
     require_device(device)
     _require_small_delta(recipe)
@@ -47,6 +56,7 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
                 "a public constant before training"
             )
     extremes = [i for column in columns for i in _extremes(column)]
+    # An index out of range shows on a record with an extreme one; the others are to certify with.
     probes = loader.load(np.array([*extremes, *range(_PROBES)]))
     with torch.random.fork_rng(), restored({}, (recipe.model,)):
         _require_in_range(recipe, probes)
@@ -54,7 +64,14 @@ def check(recipe: Recipe, *, device: str = "cpu") -> None:
 
 
 def require_device(device: str) -> None:
-    """Raise unless torch has this device."""
+    """Raise unless torch has this device.
+
+    Raises:
+        ValueError: a tensor cannot be made there.
+
+    >>> require_device("cpu")
+    """
+    # torch says of a device in three kinds of errors that it is not there.
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -97,9 +114,11 @@ def _require_in_range(recipe: Recipe, probes: Batch) -> None:
 
 def _require_certified(recipe: Recipe, probes: Batch) -> None:
     params = {name: p for name, p in recipe.model.named_parameters() if p.requires_grad}
+    # At the size of the run's largest batch, so that the first step finds its certificate.
     rows = rows_per_record(recipe.loss)
     capacity = recipe.execution.capacity(recipe.plan.largest_batch, rows=rows)
-    recipe.execution.gradients(recipe.loss, params, probes, (recipe.model,), capacity=capacity)
+    objective = recipe.execution.objective(recipe.loss, params, (recipe.model,))
+    recipe.execution.taker(objective, probes, capacity)()
 
 
 def _tensor(column: Any) -> Tensor:

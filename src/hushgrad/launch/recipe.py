@@ -24,11 +24,31 @@ class Recipe:
     sets; `seed`; `epsilon`) and does nothing private: it spends no budget and releases nothing.
     Each call makes a new model.
 
-    `data` are the private records, as `train` takes them; `loss` returns one value for each record
-    of a batch; `correct` tells for each record whether the model is right, as 0 or 1. `test` are
-    public records, on which accuracy is measured without noise. `schedule` is stepped, and
-    `average` updated, once a step; the average's weights are copied into the model at the end.
-    `notes` say how the data were prepared and how numbers were tuned; they go into the report.
+    Args:
+        model: what is trained.
+        optimizer: what moves its parameters.
+        data: the private records, as `train` takes them.
+        loss: returns one value for each record of a batch.
+        plan: everything that the guarantee depends on.
+        correct: tells for each record of a batch whether the model is right, as 0 or 1.
+        test: public records, on which accuracy is measured without noise.
+        schedule: a schedule of learning rates, stepped once a step.
+        average: an average of the weights, updated once a step; the model ends with it.
+        execution: how gradients are computed, which changes no guarantee.
+        notes: how the data were prepared and numbers were tuned; they go into the report.
+
+    >>> import torch
+    >>> import hushgrad as hg
+    >>> model = nn.Linear(20, 2)
+    >>> recipe = Recipe(
+    ...     model=model,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+    ...     data=(torch.randn(500, 20), torch.randint(2, (500,))),
+    ...     loss=lambda b: nn.functional.cross_entropy(model(b[0]), b[1], reduction="none"),
+    ...     plan=hg.plan(records=500, batch=50, epochs=1, noise_multiplier=1.0, delta=1e-4),
+    ... )
+    >>> recipe.plan.steps
+    10
     """
 
     model: nn.Module

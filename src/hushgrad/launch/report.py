@@ -37,9 +37,14 @@ _PACKAGES = ("hushgrad", "torch", "numpy", "scipy", "dp-accounting", "cryptograp
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: a recipe by name, its options, a seed if one was given.
+    """What was asked for, kept in the run's folder so that a resume is of the same run.
 
-    `weights_seed` is what the recipe was called with: public, like the first weights themselves.
+    Args:
+        recipe: the recipe, as the command line named it.
+        options: its options, as text.
+        seed: the run's seed, None for a private run.
+        weights_seed: what the recipe was called with: public, like the first weights themselves.
+        command: the command that repeats the run.
     """
 
     recipe: str
@@ -54,7 +59,11 @@ class Request:
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        """The request that the folder's run began with."""
+        """The request that the folder's run began with.
+
+        Raises:
+            ValueError: the folder has none that can be read.
+        """
         path = folder / REQUEST
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -74,20 +83,33 @@ def write_beginning(run: Run, folder: Path, request: Request) -> None:
 
 def write_progress(run: Run, folder: Path) -> None:
     """Write what was released so far: the metrics, their curves, and the ledger's entry."""
+    # A plan without metrics leaves no file, not an empty one.
     if run.readings:
         table = io.StringIO(newline="")
         rows = csv.writer(table)
         rows.writerow(["step", *run.readings[0].values])
         rows.writerows([r.step + 1, *r.values.values()] for r in run.readings)
         write_text(folder / "metrics.csv", table.getvalue())
+    # Curves and the ledger's extract rest on what was released: they may be written at any time.
     save_curves(run.plan, run.readings, folder / "curves.png", steps=run.steps_taken)
     if run.entry is not None:
         _write_json(folder / "ledger.json", _extract(run))
 
 
 def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) -> dict[str, Any]:
-    """Write everything that a finished run leaves; returns what is in result.json."""
+    """Write everything that a finished run leaves.
+
+    Args:
+        outcome: the run and its accuracy.
+        recipe: what was trained.
+        folder: the run's.
+        request: what was asked for.
+
+    Returns:
+        What is in result.json.
+    """
     tensors = {
+        # Copies of their own, laid out as usual: safetensors takes no shared or strided memory.
         name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, x in recipe.model.state_dict().items()
     }
@@ -101,7 +123,13 @@ def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) 
 
 
 def result(outcome: Outcome, request: Request, folder: Path) -> dict[str, Any]:
-    """The numbers of a run, for scripts."""
+    """The numbers of a run, for scripts: what is in result.json.
+
+    Args:
+        outcome: the run and its accuracy.
+        request: what was asked for.
+        folder: the run's.
+    """
     facts = outcome.run.guarantee.to_dict()
     return {
         "recipe": request.recipe,
@@ -128,8 +156,15 @@ def versions() -> str:
 
 
 def report_page(outcome: Outcome, recipe: Recipe, request: Request) -> str:
-    """The report of a finished run, in Markdown."""
+    """The report of a finished run, in Markdown.
+
+    Args:
+        outcome: the run and its accuracy.
+        recipe: what was trained.
+        request: what was asked for.
+    """
     run = outcome.run
+    # Frozen weights are public and not what was trained.
     weights = sum(p.numel() for p in recipe.model.parameters() if p.requires_grad)
     kind = type(recipe.model).__name__
     sections = {
@@ -214,5 +249,6 @@ def _finite(value: float) -> float | None:
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
+    # JSON has no infinity: null stands for it.
     clean = {k: _finite(v) if isinstance(v, float) else v for k, v in facts.items()}
     write_text(path, json.dumps(clean, indent=1, ensure_ascii=False) + "\n")

@@ -29,7 +29,16 @@ NOT_COVERED = (
 
 
 def in_words(guarantee: Guarantee) -> str:
-    """What the two numbers mean, in a few sentences; or why there is no guarantee."""
+    """What ε and δ mean, in a few sentences; or why there is no guarantee.
+
+    Args:
+        guarantee: that of a run, however far it came.
+
+    >>> import hushgrad as hg
+    >>> plan = hg.plan(records=1000, batch=100, epochs=1, noise_multiplier=0.0, delta=1e-5)
+    >>> in_words(Guarantee(plan, plan.steps, reproducible=False))[:26]
+    'This model is not private:'
+    """
     if not guarantee.steps_taken:
         return (
             "There is no guarantee: the run has taken no private step, so the model is not its own."
@@ -61,9 +70,17 @@ def in_words(guarantee: Guarantee) -> str:
 def examples(epsilon: float, delta: float) -> str:
     """What someone who sees the model can find out about one record at most.
 
-    The belief leaves δ aside, the test does not.
+    The belief leaves δ aside, the test does not. Both are rounded up.
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+
+    >>> examples(1.0, 1e-5).partition("a belief of ")[2].partition("; ")[0]
+    '73.2 % at most'
     """
     odds = math.exp(-epsilon)
+    # Bayes: even odds before are odds of e^ε after, at most.
     belief = math.ceil(1000 * (1 / (1 + odds))) / 10
     # Of (ε, δ)-DP: power ≤ e^ε·α + δ, and power ≤ 1 − e^−ε·(1 − δ − α) from the other side.
     power = 1 - odds * (1 - delta - 0.01)
@@ -79,7 +96,7 @@ def examples(epsilon: float, delta: float) -> str:
 
 def _factor(epsilon: float) -> str:
     """e^ε in a few digits, rounded up."""
-    if epsilon > 700:
+    if epsilon > 700:  # e^710 is no float
         return "over 1e+304"
     factor = math.exp(epsilon)
     return figure(factor, up=True, digits=3 if factor < 1000 else 2)
@@ -89,6 +106,9 @@ def model_card(guarantee: Guarantee) -> str:
     """The section on privacy for a model card, in Markdown: what is claimed, and on what it rests.
 
     Every number is from `guarantee.to_dict()`. A model that is not private is called so.
+
+    Args:
+        guarantee: that of a run.
     """
     facts = guarantee.to_dict()
     plan, trained = facts["plan"], f"{facts['steps_taken']} of {facts['steps_planned']}"

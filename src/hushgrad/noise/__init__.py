@@ -9,8 +9,33 @@ Reference: `docs/noise.md` shows the attacks; Mironov 2012, On Significance of t
 Significant Bits for Differential Privacy.
 """
 
-from hushgrad.noise.kinds import Noise, gaussian, laplace
-from hushgrad.noise.releasing import grid, release
+from hushgrad.noise.correlated import Correlated, correlated
+from hushgrad.noise.kinds import Independent, Noise, NoiseKind, gaussian, laplace
+from hushgrad.noise.mixing import NoiseBuffer
+from hushgrad.noise.optimal import Workload, best_cycle, least_error, momentum, prefix_sums
+from hushgrad.noise.releasing import TAG_BYTES, grid, release
 from hushgrad.noise.standard import standard_normal
+from hushgrad.noise.strategy import Strategy, banded, banded_inverse
 
-__all__ = ["Noise", "gaussian", "grid", "laplace", "release", "standard_normal"]
+__all__ = [
+    "TAG_BYTES",
+    "Correlated",
+    "Independent",
+    "Noise",
+    "NoiseBuffer",
+    "NoiseKind",
+    "Strategy",
+    "Workload",
+    "banded",
+    "banded_inverse",
+    "best_cycle",
+    "correlated",
+    "gaussian",
+    "grid",
+    "laplace",
+    "least_error",
+    "momentum",
+    "prefix_sums",
+    "release",
+    "standard_normal",
+]

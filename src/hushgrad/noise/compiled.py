@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -16,12 +16,30 @@ AddNormals = Callable[[Any, Any, Any, float, float], None]
 """`standard.add_normals`, or what does the same."""
 
 
+AddWeighted = Callable[[Any, Any, float], None]
+"""`standard.add_weighted_normals`, or what does the same."""
+
+
 @functools.cache
 def compiled_add_normals() -> AddNormals | None:
     """`standard.add_normals` as machine code; None where it cannot be had or its bits differ.
 
     The first call takes half a second, and one or two more where Numba has not yet kept the code.
     """
+    return _compiled(standard.add_normals, _agrees)
+
+
+@functools.cache
+def compiled_add_weighted() -> AddWeighted | None:
+    """`standard.add_weighted_normals` as machine code, on the same terms."""
+    return _compiled(standard.add_weighted_normals, _weighted_agrees)
+
+
+_Loop = TypeVar("_Loop", bound=Callable[..., None])
+
+
+def _compiled(function: _Loop, agrees: Callable[[_Loop], bool]) -> _Loop | None:
+    """This loop as machine code, if there is a compiler for it and its bits agree."""
     try:
         import numba
     except ImportError:  # not installed, or not for this version of NumPy
@@ -32,10 +50,10 @@ def compiled_add_normals() -> AddNormals | None:
     for kept in (True, False):
         try:
             # No fast-math: a product that is fused with a sum is not rounded, and bits differ.
-            compiled = numba.njit(nogil=True, error_model="numpy", cache=kept)(
-                inspect.unwrap(standard.add_normals)
+            loop: Any = numba.njit(nogil=True, error_model="numpy", cache=kept)(
+                inspect.unwrap(function)
             )
-            return compiled if _agrees(compiled) else None
+            return cast(_Loop, loop) if agrees(loop) else None
         except (OSError, RuntimeError):  # no folder to keep the code in, or no room there
             continue
         except numba.core.errors.NumbaError:  # a version that does not understand it
@@ -45,7 +63,8 @@ def compiled_add_normals() -> AddNormals | None:
 
 def is_loaded() -> bool:
     """True when the machine code has been asked for in this process."""
-    return compiled_add_normals.cache_info().currsize > 0
+    asked = (compiled_add_normals, compiled_add_weighted)
+    return any(loop.cache_info().currsize > 0 for loop in asked)
 
 
 @functools.cache
@@ -80,3 +99,12 @@ def _agrees(compiled: AddNormals) -> bool:
         if not np.array_equal(found, expected):
             return False
     return True
+
+
+def _weighted_agrees(compiled: AddWeighted) -> bool:
+    """Whether a few thousand values have the bits of plain array operations."""
+    words = Rng.fixed(0).words(4098)
+    found, expected = np.full(4097, 0.3), np.full(4097, 0.3)
+    compiled(words, found, -1.7)
+    standard.add_weighted_pairs(standard.normal_pair, words, expected, -1.7)
+    return np.array_equal(found, expected)

@@ -162,6 +162,31 @@ def add_normals(
         out[len(total) - 1] = np.rint((scale * x + total[len(total) - 1]) * per_step) * step
 
 
+def add_weighted_pairs(
+    pair: Pair,
+    words: UInt64[ndarray, " even"],
+    out: Float64[ndarray, " n"],
+    weight: float,
+) -> None:
+    """Add `weight·value` to `out`, which has values of other steps in it already."""
+    values = np.stack(pair(words[0::2], words[1::2]), axis=1).ravel()[: len(out)]
+    values *= weight
+    out += values
+
+
+def add_weighted_normals(
+    words: UInt64[ndarray, " even"], out: Float64[ndarray, " n"], weight: float
+) -> None:
+    """What `add_weighted_pairs(normal_pair, …)` does, entry by entry. Slow, unless compiled."""
+    for i in range(len(out) // 2):
+        x, y = normal_pair(words[2 * i], words[2 * i + 1])
+        out[2 * i] += weight * x
+        out[2 * i + 1] += weight * y
+    if len(out) % 2:
+        x, _ = normal_pair(words[len(out) - 1], words[len(out)])
+        out[len(out) - 1] += weight * x
+
+
 def standard_normal(count: int, rng: Rng, start: int = 0) -> Float64[Tensor, " count"]:
     """Normal numbers; `start` must be even, as radius and angle of a pair are two words."""
     words = rng.words(count + count % 2, start=start)

@@ -59,9 +59,9 @@ def require_first_order(optimizer: torch.optim.Optimizer) -> None:
 
 def require_folder_allowed(plan: Plan, folder: object) -> None:
     """Refuse a folder where the output rule lets nothing but the model leave."""
-    if plan.algorithm.output.silent and folder is not None:
+    if plan.parts.output.silent and folder is not None:
         raise Refused(
-            f"expected no folder with the output {plan.algorithm.output}, which allows nothing "
+            f"expected no folder with the output {plan.parts.output}, which allows nothing "
             "else to leave, got one; leave it out, or choose another output, such as uniform()"
         )
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import UInt8
 from safetensors.torch import load, save
 from torch import Tensor
 
 from hushgrad.files import written_whole
+from hushgrad.noise import TAG_BYTES
 from hushgrad.types import Refused
 
 _VERSION = 2
@@ -133,3 +135,13 @@ def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"tuple": items}:
             return tuple(_unpacked(v, tensors) for v in items)
     return tree
+
+
+def pack_tags(tags: Sequence[bytes]) -> UInt8[Tensor, "release byte"]:
+    """The tags of releases as the rows of a tensor, which a checkpoint can hold."""
+    return torch.tensor([list(tag) for tag in tags], dtype=torch.uint8).view(len(tags), TAG_BYTES)
+
+
+def unpack_tags(rows: UInt8[Tensor, "release byte"]) -> list[bytes]:
+    """The tags that were packed."""
+    return [bytes(row) for row in rows.tolist()]

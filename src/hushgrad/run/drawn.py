@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hushgrad.batches.records import count, tensors
 from hushgrad.bits import digests
-from hushgrad.gradients.guards import same_bits
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 

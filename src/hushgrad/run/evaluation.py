@@ -6,10 +6,12 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from dp_accounting import DpEvent
 from jaxtyping import Int64
 from torch import Tensor, nn
 
@@ -17,13 +19,15 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise, repeated
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.batches.records import count
-from hushgrad.gradients.observed import RecordValues, observe
+from hushgrad.gradients import RecordValues, observe
 from hushgrad.ledger import Budget, Entry, Spend
-from hushgrad.noise import Noise, gaussian, release
+from hushgrad.noise import Noise, gaussian
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.admission import needs_rng
 from hushgrad.run.charging import refuse_reproducible
+from hushgrad.run.query import BatchPass, answerable
+from hushgrad.run.step import release_once
 from hushgrad.sampling import Loader
 from hushgrad.types import Batch, Bounded, Relation
 
@@ -87,26 +91,25 @@ def evaluate(
     if budget is not None:
         refuse_reproducible(rng)
         entry = _opened(budget, Spend(noise.event, relation, spent, delta), values, loader, records)
+    query = RecordValueSums(tuple(values.values()), loader, tuple(modules), chunk, relation)
     try:
-        with torch.random.fork_rng():  # how far it moves would tell the number of records
-            total, taken_off = _total(values, loader, modules, chunk, relation)
+        scale = noise.scale(query.bounded())
     except BaseException:
         if entry is not None:
             entry.settle(steps=0, event=None)  # nothing was released
         raise
     if entry is not None:
         entry.ahead(1)
-    bounded = Bounded({"values": total.double() / _UNIT}, l2=_bound(len(values), relation))
     # Two evaluations by one key must not share their noise.
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)
-    released = release(bounded, noise, rng=rng.derive("evaluation", *fresh), step=0)
+    released = release_once(query, noise, rng=rng.derive("evaluation", *fresh))
     if entry is not None:
         entry.note(0, released.digest)
         entry.settle(steps=1, event=repeated(1, noise.event))
-    averages = ((released.values["values"] + taken_off) / records).tolist()
+    averages = ((released.values["values"] + query.taken_off) / records).tolist()
     return Evaluation(
         values=dict(zip(values, averages, strict=True)),
-        standard_error=noise.scale(bounded) / records,
+        standard_error=scale / records,
         epsilon=math.inf if rng.reproducible else spent,
         delta=delta,
     )
@@ -152,23 +155,50 @@ def _opened(
     return budget.open(spend, label="evaluation", plan=plan, fingerprint=fingerprint)
 
 
-def _total(
-    values: Mapping[str, RecordValues],
-    loader: Loader,
-    modules: Sequence[nn.Module],
-    chunk: int,
-    relation: Relation,
-) -> tuple[Int64[Tensor, " k"], float]:
-    """The sum of each value over all records, in whole units, and what was taken off each sum."""
-    total = torch.zeros(len(values), dtype=torch.int64)
-    middle, records = _UNIT // 2 if _centred(relation) else 0, 0
-    for place, batch in enumerate(_chunks(loader, chunk)):
-        for k, function in enumerate(values.values()):
-            found = observe(function, batch, modules=modules, test=place == 0)
-            clamped = torch.nan_to_num(found, nan=0.0).clamp(0, 1)
-            total[k] += ((clamped * _UNIT).round().long() - middle).sum().cpu()
-        records += count(batch)
-    return total, records * middle / _UNIT
+@answerable
+@dataclass(frozen=True)
+class RecordValueSums:
+    """The sum of each of several functions of a record, over all records of a loader.
+
+    What a function returns is clamped to 0 to 1. Under replace-one ½ is taken off each value, and
+    `taken_off` is what that comes to in each sum: all neighbours have as many records.
+    """
+
+    functions: tuple[RecordValues, ...]
+    loader: Loader
+    modules: tuple[nn.Module, ...]
+    chunk: int
+    relation: Relation
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None = None) -> Bounded:
+        """The sums, in whole units, and √k for k functions, or half of it where ½ is taken off."""
+        total, _ = self._sums
+        l2 = _bound(len(self.functions), self.relation)
+        return Bounded({"values": total.double() / _UNIT}, l2=l2)
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release."""
+        return gaussian(noise_multiplier).event
+
+    @property
+    def taken_off(self) -> float:
+        """What was taken off each sum."""
+        return self._sums[1]
+
+    @cached_property
+    def _sums(self) -> tuple[Int64[Tensor, " k"], float]:
+        total = torch.zeros(len(self.functions), dtype=torch.int64)
+        middle, records = _UNIT // 2 if _centred(self.relation) else 0, 0
+        # How far the random state moves would tell the number of records.
+        with torch.random.fork_rng():
+            for place, batch in enumerate(_chunks(self.loader, self.chunk)):
+                for k, function in enumerate(self.functions):
+                    found = observe(function, batch, modules=self.modules, test=place == 0)
+                    clamped = torch.nan_to_num(found, nan=0.0).clamp(0, 1)
+                    total[k] += ((clamped * _UNIT).round().long() - middle).sum().cpu()
+                records += count(batch)
+        return total, records * middle / _UNIT
 
 
 def _chunks(loader: Loader, chunk: int) -> Iterator[Batch]:

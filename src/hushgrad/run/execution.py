@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,18 +16,19 @@ from torch import Tensor, nn
 from hushgrad.batches.records import MULTIPLE, count, cut, take
 from hushgrad.clipping.pieces import LARGEST_PIECE, Pieces, piece_size
 from hushgrad.gradients import (
+    AnyGradients,
     Form,
     Gradients,
+    Objective,
     auto,
     certificate_for,
     compiled,
-    per_sample,
-    run_certified,
+    gradients_of,
+    restored,
+    unwrap_constants,
+    use_certificate,
 )
-from hushgrad.gradients.constants import unwrap_constants
-from hushgrad.gradients.guards import restored
-from hushgrad.gradients.objective import Objective
-from hushgrad.types import Batch, EagerWeights, Loss, Params
+from hushgrad.types import Batch, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
 """Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
@@ -93,31 +95,29 @@ class Execution:
         forms = (self.form,) if isinstance(self.form, Form) else tuple(self.form)
         return (compiled, *forms) if self.compile else forms
 
-    def gradients(
-        self,
-        loss: Loss,
-        params: Params,
-        batch: Batch,
-        modules: Sequence[nn.Module] = (),
-        foreseen: EagerWeights | None = None,
-        capacity: int = 0,
-    ) -> Gradients:
-        """Per-sample gradients of one micro-batch; a loss may have them itself."""
+    def objective(self, loss: Loss, params: Params, modules: Sequence[nn.Module] = ()) -> Objective:
+        """A loss with its parameters and modules, and what this execution says of them."""
+        idle = frozenset(self._idle_of(params)) if self.idle else frozenset()
+        return Objective(loss, params, tuple(modules), idle)
+
+    def taker(
+        self, objective: Objective, batch: Batch, capacity: int = 0
+    ) -> Callable[[], AnyGradients]:
+        """What takes the per-sample gradients of one micro-batch; a loss may have them itself."""
+        loss = objective.loss
         # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
-            return loss.per_sample(params, batch)
-        scale, plain = self.loss_scale, self.loss_scale == 1
-        found = per_sample(
-            loss if plain else lambda part: scale * loss(part),
-            params,
-            batch,
-            form=self.forms,
-            modules=modules,
-            idle=self._idle_of(params) if self.idle else (),
-            foreseen=foreseen if plain else None,
-            capacity=capacity,
-        )
-        return found if plain else (1 / scale) * found
+            return partial(loss.per_sample, objective.params, batch)
+        if self.loss_scale != 1:
+            return partial(self._scaled, objective, batch, capacity)
+        return partial(gradients_of, objective, batch, forms=self.forms, capacity=capacity)
+
+    def _scaled(self, objective: Objective, batch: Batch, capacity: int) -> AnyGradients:
+        """The gradients of the scaled loss, with the scale divided out."""
+        loss, scale = objective.loss, self.loss_scale
+        large = replace(objective, loss=lambda part: scale * loss(part), foreseen=None)
+        found = gradients_of(large, batch, forms=self.forms, capacity=capacity)
+        return (1 / scale) * found
 
     def _idle_of(self, params: Params) -> list[str]:
         for pattern in self.idle:
@@ -217,7 +217,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.random.fork_rng(), restored(params, modules), hooks:
-        gradients = run_certified(certificate, objective, batch, certificate.slots(count(batch)))
+        gradients = use_certificate(certificate, objective, batch, fresh=True)
     for x in gradients.held() if gradients is not None else ():
         note(x)
     return sum(storage.nbytes() for storage in held.values())

@@ -119,7 +119,7 @@ class Guarantee:
             "steps_taken": self.steps_taken,
             "steps_planned": plan.steps,
             "steps_unused": self.steps_unused,
-            "returns": plan.algorithm.output.statement,
+            "returns": plan.parts.output.statement,
             "charges": [
                 {"epsilon": _finite(s.epsilon), "delta": s.delta, "relation": s.relation.value}
                 for s in self.charges
@@ -162,7 +162,7 @@ class Guarantee:
                 f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken{unused}",
                 f"planned for {plan.records} records, which is public; algorithm "
-                f"{plan.algorithm!r}, which returns {plan.algorithm.output.statement}",
+                f"{plan.algorithm!r}, which returns {plan.parts.output.statement}",
                 "; ".join(_ASSUMPTIONS),
                 f"not counted: {', '.join(_NOT_COUNTED)}",
                 *self.warnings,

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hushgrad.batches.records import tensors
 from hushgrad.bits import digests
-from hushgrad.gradients.guards import same_bits
+from hushgrad.numerics import same_bits
 from hushgrad.run.step import gradient_of
 from hushgrad.types import Batch, Params, Refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,14 +15,15 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
-from hushgrad.algorithms.algorithm import count_stages
+from hushgrad.algorithms.algorithm import INDEPENDENT, Parts, Schedule, count_stages
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
 from hushgrad.events import repeated, steps_of
-from hushgrad.noise import Noise, gaussian
+from hushgrad.noise import Noise, NoiseBuffer, NoiseKind
 from hushgrad.run.metrics import Metrics
+from hushgrad.run.permit import Permit
 from hushgrad.sampling import Poisson, Sampling, require_relation
-from hushgrad.types import Refused, Relation
+from hushgrad.types import Batch, Refused, Relation
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Plan:
     accountant: Accountant = PLD
     metrics: Metrics | None = None
     algorithm: Algorithm = field(default_factory=Sgd)
+    noise: NoiseKind = INDEPENDENT
 
     def __post_init__(self) -> None:
         require_relation(self.sampling, self.relation)
@@ -64,35 +66,71 @@ class Plan:
                 "expected metrics with adaptive clipping, which follows the share of clipped "
                 "records, got none; pass metrics=Metrics()"
             )
-        if self.algorithm.output.silent and self.metrics is not None:
+        if self.parts.output.silent and self.metrics is not None:
             raise Refused(
-                f"expected no metrics with the output {self.algorithm.output}, which allows "
+                f"expected no metrics with the output {self.parts.output}, which allows "
                 "nothing else to leave, got some; leave them out, or choose another output"
             )
-        if self.metrics is not None and not self.algorithm.carries_metrics:
+        if self.metrics is not None and not self.parts.carries_metrics:
             raise Refused(
                 f"expected no metrics with {self.algorithm!r}, which does not release one sum for "
                 "each step, got some; leave them out"
             )
-        self.algorithm.check(self.conditions)
+        self.parts.require(self.conditions)
 
     @property
     def conditions(self) -> Conditions:
         """What the algorithm is told of the plan."""
-        return Conditions(self.sampling, self.records, self.relation, self.clip)
-
-    def stage(self, step: int) -> StepPlan:
-        """The batch of one step, and how much noise it gets relative to σ."""
-        return self.algorithm.stage(step, self.conditions)
+        return Conditions(self.sampling, self.records, self.relation, self.clip, self.noise)
 
     @cached_property
+    def parts(self) -> Parts:
+        """The algorithm with all its parts, also those that it has left out."""
+        return Parts.of(self.algorithm)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What each step may release."""
+        return Schedule(self.parts, self.conditions, self.steps)
+
+    def stage(self, step: int) -> StepPlan:
+        """The batch of one step, what it may release, and how much noise that gets."""
+        return self.parts.stage(step, self.conditions)
+
+    @property
     def stages(self) -> list[tuple[StepPlan, int]]:
         """The stages that there are, with how many steps are of each."""
-        return count_stages(self.stage(step) for step in range(self.steps))
+        return self.schedule.counts(self.steps)
 
-    def noise(self, step: int) -> Noise:
-        """The noise that is added at one step."""
-        return gaussian(self.noise_multiplier * self.stage(step).noise)
+    def noise_at(self, step: int) -> Noise:
+        """The noise of one release at one step."""
+        return self.stage(step).noise_at(self.noise_multiplier, self.noise)
+
+    def permit(
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        spent: float = 0.0,
+        past: Sequence[bytes] = (),
+        buffer: NoiseBuffer | None = None,
+    ) -> Permit:
+        """What one step may release of the batch that was drawn for it.
+
+        `spent` is what an adaptive algorithm has spent of its limit so far. `past` and `buffer` are
+        what correlated noise depends on.
+        """
+        choice = self.parts.output.choice
+        allowances = self.stage(step).allowances(self.noise_multiplier, self.noise)
+        return Permit(
+            step,
+            allowances if choice is None else (*allowances, choice),
+            batch,
+            self.parts.limit(self.noise_multiplier, self.conditions),
+            spent,
+            past,
+            buffer,
+        )
 
     def divisor_at(self, step: int) -> float:
         """The public number that a step's sum is divided by: the expected size of its batch."""
@@ -110,7 +148,7 @@ class Plan:
 
     def event(self, steps: int) -> DpEvent:
         """A run of so many steps, as one event."""
-        return _event(self.algorithm, self.noise_multiplier, steps, self.conditions)
+        return self.schedule.event_after(steps, self.noise_multiplier)
 
     @cached_property
     def epsilon(self) -> float:
@@ -130,14 +168,43 @@ class Plan:
     def released_again(self, steps: Iterable[int], *, times: int) -> DpEvent:
         """These steps, whose batches were released `times` times over, as one event.
 
-        Releases of one batch share its sampling: together they are one of σ/√times.
+        Releases of one batch share its sampling: together they are one of σ/√times. Of an algorithm
+        with a limit each such step may have spent all of it.
         """
+        again, limit = list(steps), self.parts.limit(self.noise_multiplier, self.conditions)
+        if limit is not None:
+            return repeated(len(again) * times, limit.event)
+        if self.correlated:  # from the first step that differs on it is another run
+            return self.noise.run_event(
+                self.noise_multiplier,
+                sampling=self.sampling,
+                num_records=self.records,
+                num_steps=self.steps,
+                runs=times,
+            )
         each = []
-        for stage, count in count_stages(self.stage(step) for step in steps):
-            noise = gaussian(self.noise_multiplier * stage.noise / math.sqrt(times))
-            again = stage.sampling.amplify(noise.event, num_records=self.records)
-            each.append(repeated(count, again))
+        for stage, count in count_stages(self.stage(step) for step in again):
+            if stage.mechanism is None:
+                event = stage.event(self.noise_multiplier / math.sqrt(times))
+            else:
+                event = repeated(times, stage.event(self.noise_multiplier))
+            once = stage.sampling.amplify(event, num_records=self.records)
+            each.append(repeated(count, once))
         return each[0] if len(each) == 1 else ComposedDpEvent(each)
+
+    @property
+    def correlated(self) -> bool:
+        """Whether the noise of a step depends on earlier ones, so that only a whole run costs."""
+        return not Parts.is_independent(self.noise)
+
+    def settled_event(self, steps: int) -> DpEvent | None:
+        """What a run that ends after so many steps is charged; None where it drew none.
+
+        Where noise is correlated, steps that were not taken give nothing back.
+        """
+        if not steps:
+            return None
+        return self.event(self.steps if self.correlated else steps)
 
     def terms(self) -> dict[str, Any]:
         """Everything that the guarantee depends on, in words and numbers that JSON can hold."""
@@ -154,6 +221,7 @@ class Plan:
             "accountant": self.accountant.name,
             "metrics": None if self.metrics is None else self.metrics.terms(),
             "algorithm": repr(self.algorithm),
+            "noise": repr(self.noise),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -176,6 +244,7 @@ def plan(
     accountant: Accountant = PLD,
     metrics: Metrics | None = None,
     algorithm: Algorithm | None = None,
+    noise: NoiseKind = INDEPENDENT,
 ) -> Plan:
     """Plan `epochs` passes over the data, with the noise for `epsilon` or a noise that is given.
 
@@ -208,13 +277,15 @@ def plan(
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm
-    conditions = Conditions(drawn, records, relation, rule)
     require_relation(drawn, relation)
-    chosen.check(conditions)
+    kind = noise.fitted(drawn, num_steps=steps)
+    conditions = Conditions(drawn, records, relation, rule, kind)
+    parts = Parts.of(chosen)
+    parts.require(conditions)
     if noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier, _ = least_noise(
-            lambda sigma: _event(chosen, sigma, steps, conditions),
+            Schedule(parts, conditions, steps).event,
             Target(epsilon, delta, relation, accountant),
         )
     return Plan(
@@ -229,11 +300,5 @@ def plan(
         accountant=accountant,
         metrics=Metrics() if metrics is None and isinstance(clip, Adaptive) else metrics,
         algorithm=chosen,
+        noise=kind,
     )
-
-
-def _event(algorithm: Algorithm, sigma: float, steps: int, conditions: Conditions) -> DpEvent:
-    def rounds(count: int) -> DpEvent:
-        return algorithm.event(sigma, steps=count, conditions=conditions)
-
-    return algorithm.output.event(rounds, steps)

@@ -26,6 +26,7 @@ from hushgrad.run.charging import (
 )
 from hushgrad.run.folder import Claim
 from hushgrad.run.plan import Plan
+from hushgrad.run.saved_state import require_state
 from hushgrad.types import Refused
 
 CHECKPOINT, KEY = "checkpoint.safetensors", "key"
@@ -158,7 +159,7 @@ class RunStore:
         if self._folder is not None:
             self.save(run)
         if self._books is not None:
-            done = self._plan.event(run.steps_drawn) if run.steps_drawn else None
+            done = self._plan.settled_event(run.steps_drawn)
             self._books.entry.settle(steps=run.steps_drawn, event=done)
         if self._folder is not None:
             with file_errors_explained(self._folder / KEY):
@@ -245,7 +246,7 @@ def _resumed(
     """
     stamp = checkpoint.stamp(folder / CHECKPOINT)
     saved = checkpoint.read(folder / CHECKPOINT)
-    _require_state(saved, plan, folder / CHECKPOINT)
+    require_state(saved, plan, folder / CHECKPOINT)
     if saved["keep"].keys() != keep.keys():
         raise Refused(
             f"expected what the checkpoint has kept, {sorted(saved['keep'])}, got {sorted(keep)}; "
@@ -258,6 +259,12 @@ def _resumed(
     own = _resumed_key(rng, folder, saved, over=over, budget=budget)
     draw, sampling = saved["draw"], _sampling(plan, own, fingerprint, saved["draw"])
     replay = over or (sampling.name == saved["batches"] and not copied)
+    if not replay and plan.correlated:
+        raise Refused(
+            "expected the key and the data that the run began with, from which the noise of its "
+            f"past steps is made again, got others; correlated noise cannot go on in {folder} "
+            "without them: start another run"
+        )
     if not replay:  # and none that an earlier try has drawn: two releases of one batch cost more
         draw = secrets.token_hex(16)
         sampling = _sampling(plan, own, fingerprint, draw)
@@ -350,43 +357,6 @@ def _require_folder(folder: Path | None, resume: bool) -> None:
         raise Refused(
             f"expected a folder without a run in it, got {folder}; pass resume=True to go on with "
             "it, or name another folder"
-        )
-
-
-_FIELDS = {
-    "plan": dict,
-    "entry": str,
-    "batches": str,
-    "draw": str,
-    "reproducible": bool,
-    "run": dict,
-    "keep": dict,
-}
-"""What a run's checkpoint holds; of "run", the memory reads the numbers of steps."""
-
-
-def _require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
-    """Refuse a checkpoint that is not one of a run of this plan."""
-    wrong = [name for name, kind in _FIELDS.items() if type(saved.get(name)) is not kind]
-    if not wrong:
-        _require_same(plan, saved["plan"])
-        steps = [saved["run"].get(name) for name in ("step", "taken")]
-        if not all(type(n) is int and 0 <= n <= plan.steps for n in steps):
-            wrong = ["run"]
-    if wrong:
-        raise Refused(
-            f"expected the checkpoint of a run in {path}, got one in which {', '.join(wrong)} "
-            "cannot be so; put an older copy in its place, or start another run"
-        )
-
-
-def _require_same(plan: Plan, saved: Mapping[str, Any]) -> None:
-    now = json.loads(json.dumps(plan.terms()))
-    changed = [f"{key} {saved.get(key)} → {now[key]}" for key in now if now[key] != saved.get(key)]
-    if changed:
-        raise Refused(
-            f"expected the plan that the run began with, got {'; '.join(changed)}; resume with "
-            "that plan, or start another run"
         )
 
 

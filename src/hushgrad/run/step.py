@@ -1,234 +1,129 @@
-"""One private step: what an algorithm asks of a batch, and the stages in order."""
+"""One private step: an algorithm asks, and what comes back has noise."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
+from dp_accounting import DpEvent
 from torch import Tensor, nn
 
-from hushgrad.clipping.aggregate import aggregate, piece_error, together
 from hushgrad.clipping.groups import Grouping, whole
-from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip, automatic
-from hushgrad.gradients import Gradients
-from hushgrad.gradients.guards import restored
 from hushgrad.noise import Noise, release
-from hushgrad.points import Values, swapped
 from hushgrad.rng import Rng
-from hushgrad.run.augmentation import rows_per_record
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
-from hushgrad.types import (
-    Batch,
-    Bounded,
-    EagerWeights,
-    Loss,
-    Params,
-    PerSample,
-    Refused,
-    Relation,
-    Released,
-)
-
-Observed = Callable[[Batch], Mapping[str, Tensor]]
-"""The watched values of a micro-batch's records, by name."""
+from hushgrad.run.permit import Allowance, Permit
+from hushgrad.run.query import BatchPass, ClippedSum, Query, RecordMetrics, Summand
+from hushgrad.types import Batch, Bounded, Loss, Params, Relation, Released
 
 _AUTOMATIC = automatic()
 _PLAIN = Execution()
 
 
 @dataclass(frozen=True)
-class Summand:
-    """What is summed for each record: a per-sample gradient, clipped by a rule, times `factor`.
-
-    `losses` are the records' losses where they are not those of `gradients`.
-    """
-
-    gradients: PerSample
-    clip: Clip
-    factor: float = 1.0
-    losses: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """A micro-batch, and the per-sample gradients of its records at one point or at two.
-
-    It is a `share` of its piece.
-    """
-
-    loss: Loss
-    params: Params
-    batch: Batch
-    modules: Sequence[nn.Module]
-    execution: Execution
-    share: float = 1.0
-    foreseen: EagerWeights | None = None
-    capacity: int = 0
-
-    @cached_property
-    def here(self) -> Gradients:
-        """Gradients at the model's point."""
-        return self.execution.gradients(
-            self.loss, self.params, self.batch, self.modules, self.foreseen, self.capacity
-        )
-
-    def at(self, point: Values) -> Gradients:
-        """Gradients at another point, by the random draws and buffers that `here` starts from.
-
-        To be asked for before `here`, which moves them on.
-        """
-        assert "here" not in vars(self)
-        with (
-            torch.random.fork_rng(),
-            restored({}, self.modules),
-            swapped(self.params, point),
-        ):
-            return self.execution.gradients(
-                self.loss, self.params, self.batch, self.modules, capacity=self.capacity
-            )
-
-
-Ask = Callable[[Part], Sequence[Summand]]
-"""A query: what is summed for the records of a micro-batch, as terms that are added up."""
-
-
-@dataclass(frozen=True)
-class BatchPass:
-    """A pass over a batch: the loss, where gradients are taken, and how.
-
-    `expected` is the rule that the query will clip by, as far as it is known: with it a form may
-    sum each group as soon as its norms are there. `pieces` deals the records of a large batch;
-    without it the batch is summed as one, in float64 where it is too large for float32.
-    `batch_size` is the public expected size of the batches, for which the model is certified at
-    once; without it each larger one is tested.
-    """
-
-    loss: Loss
-    params: Params
-    batch: Batch
-    groups: Grouping = whole
-    modules: Sequence[nn.Module] = ()
-    execution: Execution = _PLAIN
-    metrics: Metrics | None = None
-    observed: Observed = lambda part: {}
-    expected: Clip | None = None
-    pieces: Pieces | None = None
-    batch_size: float = 0.0
-
-    def sum(self, ask: Ask) -> Bounded:
-        """Sum what is asked for over the records, with their metrics beside it.
-
-        Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the
-        record and the others are. Nothing is noised yet: a `Bounded` must not leave the process.
-        """
-        partition = self.groups(tuple(self.params))
-        groups = len(partition.names)
-        total: Bounded | None = None
-        for part in self.parts():
-            terms = list(ask(part))
-            norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
-            weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
-            bounded = together(
-                aggregate(
-                    term.gradients,
-                    partition.spread(w if term.factor == 1 else term.factor * w),
-                    bound=abs(term.factor) * term.clip.bound(groups),
-                    share=part.share,
-                )
-                for term, w in zip(terms, weights, strict=True)
-            )
-            if self.metrics is not None:
-                losses = terms[0].losses
-                losses = terms[0].gradients.losses if losses is None else losses
-                rows = self.metrics.rows(losses, norms[0], weights[0], self.observed(part.batch))
-                bounded = self.metrics.beside(bounded, rows)
-            total = bounded if total is None else total + bounded
-        assert total is not None
-        return total
-
-    def parts(self) -> Iterator[Part]:
-        """The micro-batches; an empty batch is one."""
-        rows = rows_per_record(self.loss)
-        run = self.execution
-        capacity = run.capacity(self.batch_size, rows=rows)
-        parts = run.parts(self.batch, self.modules, rows=rows, pieces=self.pieces)
-        for batch, share in parts:
-            yield Part(
-                self.loss,
-                self.params,
-                batch,
-                self.modules,
-                run,
-                share,
-                self._foreseen(share),
-                capacity,
-            )
-
-    def _foreseen(self, share: float) -> EagerWeights | None:
-        """The weights of each group by itself, if there are several and the rule allows it."""
-        clip, partition = self.expected, self.groups(tuple(self.params))
-        groups = len(partition.names)
-        if clip is None or clip.mapped or groups == 1:
-            return None
-
-        def weights(squares: Mapping[str, Tensor]) -> Tensor:
-            group = partition.of[next(iter(squares))]
-            norms = whole(tuple(squares)).norms(squares)[:, 0]
-            return clip.group_weights(norms, group=group, groups=groups)
-
-        within = piece_error(clip.bound(groups), share=share)
-        return EagerWeights(partition.together, weights, within)
-
-
-@dataclass
 class StepContext:
-    """One step of an algorithm: a batch that may be asked once, and the noise of the answer.
+    """What an algorithm is given at one step: the drawn batch to ask, and what the plan says.
 
-    Guarantees: noise is added once, whatever the batch, and scaled by the bound on one record.
-    `bounded` is the sum without it, and private. What has been released is in `releases`.
-    `regulariser` reads no record; `penalty` is its gradient, once it is added to the estimate.
+    `release` is the only way to a release. `regulariser` reads no record; `penalty` is its
+    gradient, once it is added to the estimate.
     """
 
-    work: BatchPass
-    clip: Clip
-    noise: Noise
-    divisor: float
-    step: int
     rng: Rng
+    permit: Permit
+    work: BatchPass | None = None
+    clip: Clip = _AUTOMATIC
+    divisor: float = 1.0
     relation: Relation = Relation.ADD_REMOVE
     regulariser: Callable[[], Tensor] | None = None
-    bounded: Bounded | None = None
-    releases: list[Released] = field(default_factory=list)
     penalty: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def params(self) -> Params:
-        """The parameters, at the point where gradients are taken."""
-        return self.work.params
+    def step(self) -> int:
+        """The number of the step, from 0."""
+        return self.permit.step
 
     @property
-    def digest(self) -> bytes:
-        """What tells a replay of the step's releases from others."""
-        each = [released.digest for released in self.releases]
-        return each[0] if len(each) == 1 else hashlib.blake2b(b"".join(each)).digest()[:16]
+    def params(self) -> Params:
+        """The parameters, at the iterate where gradients are taken."""
+        return self.batch_pass.objective.params
 
-    def mean(self, ask: Ask) -> dict[str, Tensor]:
-        """The released sum of what is asked for, divided by the public size of a batch."""
-        if self.releases:
-            raise Refused(
-                "expected one query for each step, which is what the plan accounts for, got a "
-                "second; ask for both as terms of one"
+    @property
+    def batch_pass(self) -> BatchPass:
+        """The batch that was drawn, and how it is worked through."""
+        assert self.work is not None, "this step has no batch"
+        return self.work
+
+    @property
+    def releases(self) -> Sequence[Released]:
+        """What the step has released so far."""
+        return self.permit.releases
+
+    @property
+    def noise(self) -> Noise:
+        """The noise of the step's first kind of release."""
+        return self.permit.allowances[0].noise
+
+    def release(self, query: Query, *, noise: Noise | None = None) -> Released:
+        """The answer to a query, with the noise that the plan accounts for.
+
+        Args:
+            query: what is asked of the batch that was drawn for the step.
+            noise: how much noise, where the algorithm pays for each release out of a limit.
+
+        Returns:
+            The sum with its noise, on a public grid.
+
+        Raises:
+            Refused: where the plan does not foresee the release: another kind of query, a second
+                one, another batch, less noise or another kind of it.
+        """
+        permit, allowed = self.permit, self.permit.allowance(query)
+        bounded = permit.sum_of(query)
+        if bounded is None:
+            bounded = query.bounded(self.work)
+        applied = allowed.noise if noise is None else noise
+        permit.require(
+            query, bounded, applied, allowed, None if self.work is None else self.work.batch
+        )
+        # A second release must not have the noise of the first, whose sum may be the same.
+        number = len(permit.releases)
+        rng = self.rng.derive("release", number) if number else self.rng
+        if allowed.add is not None:
+            released = allowed.add(bounded, applied, rng=rng, step=permit.step)
+        else:
+            past, buffer = permit.past, permit.buffer
+            released = release(
+                bounded, applied, rng=rng, step=permit.step, past=past, buffer=buffer
             )
-        self.bounded = self.work.sum(ask)
-        released = release(self.bounded, self.noise, rng=self.rng, step=self.step)
-        self.releases.append(released)
+        permit.note(query, bounded, released)
+        return released
+
+    def affords(self, *events: DpEvent) -> bool:
+        """Whether releases that cost this much together still fit into the algorithm's limit."""
+        return self.permit.affords(*events)
+
+    def mean(self, released: Released) -> dict[str, Tensor]:
+        """A released sum divided by the public size of a batch, in the memory of the sum."""
         values = released.values
-        return {name: values[name].div_(self.divisor) for name in self.params}  # in their memory
+        return {name: values[name].div_(self.divisor) for name in self.params}
+
+
+def release_once(query: Query, noise: Noise, *, rng: Rng) -> Released:
+    """One release outside of a run: an evaluation, a perturbed minimiser, a record's own report.
+
+    Args:
+        query: what is asked; it holds its records itself.
+        noise: how much noise its answer gets.
+        rng: the key of this release alone; a second one needs another key.
+
+    Returns:
+        The sum with its noise, on a public grid.
+    """
+    permit = Permit(0, (Allowance(type(query), noise),))
+    return StepContext(rng, permit).release(query)
 
 
 def gradient_of(function: Callable[[], Tensor], params: Params) -> dict[str, Tensor]:
@@ -236,6 +131,10 @@ def gradient_of(function: Callable[[], Tensor], params: Params) -> dict[str, Ten
     with torch.enable_grad():
         found = torch.autograd.grad(function(), list(params.values()), allow_unused=True)
     return {n: g for n, g in zip(params, found, strict=True) if g is not None}
+
+
+def _no_metrics(batch: Batch) -> dict[str, Tensor]:
+    return {}
 
 
 def clipped_sum(
@@ -248,12 +147,36 @@ def clipped_sum(
     modules: Sequence[nn.Module] = (),
     execution: Execution = _PLAIN,
     metrics: Metrics | None = None,
-    observed: Observed = lambda part: {},
+    observed: RecordMetrics = _no_metrics,
 ) -> Bounded:
     """Sum the batch's clipped per-sample gradients, with their metrics beside them.
 
     Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
     and the others are. Nothing is noised yet: a `Bounded` must not leave the process.
+
+    Args:
+        loss: a function of a batch that returns one value for each record.
+        params: the private parameters by name.
+        batch: nested tensors whose first dimension is the records.
+        clip: the clipping rule; automatic clipping has no threshold to tune.
+        groups: the parameters that are clipped together.
+        modules: those whose buffers are watched.
+        execution: the form of per-sample gradients and the size of micro-batches.
+        metrics: numbers of each record that are summed beside its gradient.
+        observed: the metrics' values that are not computed from the loss and the norms.
+
+    Returns:
+        The sum, and the bound on one record's share of it.
+
+    Raises:
+        Refused: where the model cannot be handled correctly; the message names the remedy.
+
+    >>> layer = nn.Linear(3, 1)
+    >>> params = dict(layer.named_parameters())
+    >>> bounded = clipped_sum(lambda x: layer(x)[:, 0], params, torch.randn(5, 3))
+    >>> sorted(bounded.sum), bounded.l2
+    (['bias', 'weight'], 1.004)
     """
-    work = BatchPass(loss, params, batch, groups, modules, execution, metrics, observed, clip)
-    return work.sum(lambda part: [Summand(part.here, clip)])
+    objective = execution.objective(loss, params, modules)
+    work = BatchPass(objective, batch, groups, execution, metrics, observed, clip)
+    return ClippedSum(lambda here: [Summand(here, clip)]).bounded(work)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hushgrad.batches.nested import leaves_of
 from hushgrad.clipping.pieces import pieces_for
-from hushgrad.gradients import check_optimizer, forget_structure
-from hushgrad.gradients.observed import RecordValues, observe
+from hushgrad.gradients import RecordValues, check_optimizer, forget_structure, observe
 from hushgrad.ledger import Budget, Entry
+from hushgrad.noise import NoiseBuffer
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.points import move
 from hushgrad.rng import Rng
@@ -28,16 +28,18 @@ from hushgrad.run.admission import (
     require_watched,
     trainable,
 )
+from hushgrad.run.checkpoint import pack_tags, unpack_tags
 from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
 from hushgrad.run.guarantee import Guarantee
 from hushgrad.run.metrics import NAME, Reading, pack_readings, smoothed, unpack_readings
 from hushgrad.run.penalties import Constants
 from hushgrad.run.plan import Plan
+from hushgrad.run.query import BatchPass
 from hushgrad.run.randomness import own_randomness
 from hushgrad.run.resuming import Keep, RunStore, none, open_store
 from hushgrad.run.snapshot import Snapshot
-from hushgrad.run.step import BatchPass, StepContext, gradient_of
+from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
 _MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
@@ -73,7 +75,10 @@ class Run:
         self._params: Params = trainable(model)
         self._clip = plan.clip.at(plan.clip.clip_norm)
         self._remembered: dict[str, Any] = {}
-        self._output = plan.algorithm.output.begin(plan.steps, memory.rng)
+        self._output = plan.parts.output.begin(plan.steps, memory.rng)
+        self._spent = 0.0  # of the algorithm's limit
+        self._tags: list[bytes] = []  # of the releases that correlated noise is made again from
+        self._noise_buffer = NoiseBuffer()
         self._position = self.steps_taken = 0
         self._drawn: DrawnBatch | None = None
         self._unused = 0
@@ -84,7 +89,7 @@ class Run:
         memory.restore(self, self._load)
 
     def __len__(self) -> int:
-        return self.plan.algorithm.output.length(self._output, self.plan.steps)
+        return self.plan.parts.output.length(self._output, self.plan.steps)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the steps that are left; each is good for one step.
@@ -115,11 +120,11 @@ class Run:
         if self._left is None:  # what moved the model before its first batch was no step
             self._left = Snapshot.of(self._model, self._optimizer)
         self._unused = 0 if self._drawn is None else self._unused + 1
-        if self._unused > _MOST_UNUSED:
+        if self._unused > (0 if self.plan.correlated else _MOST_UNUSED):
             raise Refused(
-                "expected run.step for each batch that is drawn, got two in a row without it; call "
-                "run.step(loss, batch) in the place of loss.backward() and optimizer.step(), also "
-                "for an empty batch, whose step is noise alone"
+                f"expected run.step for each batch that is drawn, got {self._unused} without it; "
+                "call run.step(loss, batch) in the place of loss.backward() and optimizer.step(), "
+                "also for an empty batch, whose step is noise alone"
             )
         self._memory.drawn(self._position)
         self._position += 1
@@ -159,18 +164,22 @@ class Run:
         plan, step = self.plan, self._position - 1
         context = self._context(loss, batch, watch, step, penalty)
         with own_randomness(self._memory.rng.derive("model", step)):
-            estimate, remembered = plan.algorithm.step(context, self._remembered)
-        self._memory.released(step, context.digest)
-        self._remembered = remembered
+            estimate, remembered = plan.parts.step(context, self._remembered)
+        if not remembered.get("over"):
+            context.permit.require_release()
+        self._memory.released(step, context.permit.digest)
+        self._remembered, self._spent = remembered, context.permit.spent
+        if plan.correlated:
+            self._tags.append(context.permit.digest)
         self._read(context)
-        if context.regulariser is not None:
-            context.penalty = gradient_of(context.regulariser, self._params)
+        if penalty is not None and not plan.parts.owns_penalty:
+            context.penalty.update(gradient_of(penalty, self._params))
         for name, p in self._params.items():
             grad = estimate[name].to(p.dtype)
             p.grad = grad + context.penalty[name] if name in context.penalty else grad
-        output = plan.algorithm.output
+        output = plan.parts.output
         self._output = output.before(self._output, context)
-        plan.algorithm.update(self._params, self._optimizer)
+        plan.parts.update(self._params, self._optimizer)
         self.steps_taken += 1
         self._output = output.after(self._output, self._params, self.steps_taken)
         self._left = Snapshot.of(self._model, self._optimizer)
@@ -220,7 +229,7 @@ class Run:
             return
         self._require_own_model()
         self._drawn = None
-        found = self.plan.algorithm.output.result(self._output)
+        found = self.plan.parts.output.result(self._output)
         if found is not None:
             move(self._params, found)
         self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
@@ -240,6 +249,8 @@ class Run:
             "optimizer": self._optimizer.state_dict(),
             "algorithm": self._remembered,
             "output": self._output,
+            "spent": self._spent,
+            "tags": pack_tags(self._tags),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -252,6 +263,7 @@ class Run:
         self._clip = self.plan.clip.at(state["clip_norm"])
         self._remembered, self._output = state["algorithm"], state["output"]
         self._position, self.steps_taken = state["step"], state["taken"]
+        self._spent, self._tags = state["spent"], unpack_tags(state["tags"])
         self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
         names = self.plan.metrics.names if self.plan.metrics else ()
         self.readings = unpack_readings(state["readings"], names)
@@ -276,11 +288,9 @@ class Run:
     ) -> StepContext:
         plan = self.plan
         work = BatchPass(
-            loss,
-            self._params,
+            self._execution.objective(loss, self._params, (self._model,)),
             batch,
             groups=plan.groups,
-            modules=(self._model,),
             execution=self._execution,
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
@@ -289,20 +299,19 @@ class Run:
             batch_size=plan.largest_batch,
         )
         return StepContext(
+            self._memory.rng,
+            plan.permit(step, batch, spent=self._spent, past=self._tags, buffer=self._noise_buffer),
             work,
             self._clip,
-            plan.noise(step),
             plan.divisor_at(step),
-            step=step,
-            rng=self._memory.rng,
-            relation=plan.relation,
-            regulariser=penalty,
+            plan.relation,
+            penalty,
         )
 
     def _read(self, context: StepContext) -> None:
         metrics = self.plan.metrics
         if metrics is not None:
-            (released,) = context.releases
+            released = context.releases[0]
             found = released.values[NAME]
             values = metrics.read(found, l2=released.l2, expected=context.divisor)
             self.readings.append(Reading(context.step, values))

@@ -4,6 +4,7 @@ A scheme is one value that draws the batches and states their amplification, so 
 sampled is what is accounted. A `Loader` turns the positions drawn into batches of tensors.
 """
 
+from hushgrad.sampling.cyclic import CyclicPoisson
 from hushgrad.sampling.fixed import FullBatch, Shuffled, WithoutReplacement
 from hushgrad.sampling.loading import Loader
 from hushgrad.sampling.poisson import Poisson, TruncatedPoisson
@@ -11,6 +12,7 @@ from hushgrad.sampling.scheme import Draws, Sampling, Scheme, require_relation
 from hushgrad.sampling.stated import Stated
 
 __all__ = [
+    "CyclicPoisson",
     "Draws",
     "FullBatch",
     "Loader",

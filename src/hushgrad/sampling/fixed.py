@@ -8,7 +8,7 @@ from typing import ClassVar
 import dp_accounting as dp
 import numpy as np
 
-from hushgrad.events import ShuffledDpEvent, on_one_batch, repeated
+from hushgrad.events import Participation, ShuffledDpEvent, on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, dealt, subset
 from hushgrad.sampling.scheme import (
@@ -30,6 +30,7 @@ class WithoutReplacement:
     batch: int
     relations: ClassVar[frozenset[Relation]] = SAME_SIZE
     sees_all: ClassVar[bool] = False
+    participation: ClassVar[None] = None
     loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class FullBatch:
 
     relations: ClassVar[frozenset[Relation]] = ANY_RELATION
     sees_all: ClassVar[bool] = True
+    participation: ClassVar[Participation] = Participation(1, 1.0)
     loader: ClassVar[None] = None
 
     @property
@@ -125,6 +127,7 @@ class Shuffled:
     batch: int
     relations: ClassVar[frozenset[Relation]] = SAME_SIZE
     sees_all: ClassVar[bool] = False
+    participation: ClassVar[None] = None
     loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import dp_accounting as dp
 import numpy as np
 from scipy import stats
 
-from hushgrad.events import on_one_batch, repeated
+from hushgrad.events import Participation, on_one_batch, repeated
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions, independent, subset
 from hushgrad.sampling.fixed import FullBatch
@@ -43,6 +43,11 @@ class Poisson:
     def statement(self) -> str:
         """The words by which a guarantee names the sampling."""
         return f"Poisson sampling, q = {self.rate:g}"
+
+    @property
+    def participation(self) -> Participation:
+        """At any step."""
+        return Participation(1, self.rate)
 
     def span(self, num_records: int, *, length: int) -> int:
         """Every record takes part."""
@@ -94,6 +99,7 @@ class TruncatedPoisson:
     max_batch: int
     relations: ClassVar[frozenset[Relation]] = ANY_RELATION
     sees_all: ClassVar[bool] = False
+    participation: ClassVar[None] = None
     loader: ClassVar[None] = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import dp_accounting as dp
 
+from hushgrad.events import Participation
 from hushgrad.rng import Rng
 from hushgrad.sampling.draws import Positions
 from hushgrad.types import Batch, Refused, Relation
@@ -39,6 +40,10 @@ class Sampling(Protocol):
     @property
     def sees_all(self) -> bool:
         """True if every record is in every batch, so that nothing is left to chance."""
+
+    @property
+    def participation(self) -> Participation | None:
+        """When a record can be in a batch, if each is drawn by itself; None for other schemes."""
 
     @property
     def loader(self) -> Iterable[Batch] | None:

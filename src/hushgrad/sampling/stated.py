@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import dp_accounting as dp
 from torch.utils.data import (
@@ -34,6 +35,7 @@ class Stated:
 
     loader: Iterable[Batch]
     scheme: Scheme
+    participation: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         _require_no_contradiction(self.loader, self.scheme)

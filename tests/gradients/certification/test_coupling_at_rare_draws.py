@@ -128,8 +128,8 @@ def test_seeds_meet_every_share_of_what_one_number_can_be() -> None:
     drawn = []
     for seed in range(STRATA):
         with WithoutRandomness(Seed(seed)) as neutral:
-            drawn.append(neutral.calling(draw)(None))
-            assert torch.equal(neutral.calling(draw)(None), drawn[-1])
+            drawn.append(neutral.choosing_draws(draw)(None))
+            assert torch.equal(neutral.choosing_draws(draw)(None), drawn[-1])
     first, second, *vectors = torch.stack(drawn).T
     shares = torch.arange(STRATA) / STRATA + 0.5 / STRATA
     assert torch.allclose(first.sort().values, shares)
@@ -152,5 +152,6 @@ def test_a_forced_generator_comes_to_an_end(quantile: float) -> None:
 
     with WithoutRandomness(quantile) as neutral:
         for _ in range(2):
-            assert neutral.calling(draw)(None).tolist() == pytest.approx([quantile] * 2, abs=1e-7)
+            found = neutral.choosing_draws(draw)(None).tolist()
+            assert found == pytest.approx([quantile] * 2, abs=1e-7)
     assert neutral.drew

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hushgrad import Refused
 from hushgrad.gradients import per_sample
 from hushgrad.gradients.observed import observe
-from hushgrad.gradients.probes import irregular, replaced
+from hushgrad.gradients.probes import irregular, replaced_places
 
 MEETING = "depends on other records"
 
@@ -75,7 +75,7 @@ def test_probes_have_no_period(count: int) -> None:
         places = irregular(count, size)
         assert set(places.tolist()) == set(range(count))
         assert places[0] != places[-1]
-        kinds = [replaced(size, variant) for variant in range(3)]
+        kinds = [replaced_places(size, variant) for variant in range(3)]
         assert torch.equal(kinds[0], ~kinds[1])
         assert not kinds[0][0] and kinds[0][-1]
         for shift in range(1, size):

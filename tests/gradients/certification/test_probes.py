@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hushgrad.gradients.certification.deterministic import WithoutRandomness, randomly_perturbed
+from hushgrad.gradients.certification.deterministic import WithoutRandomness, perturb_randomly
 from hushgrad.gradients.probes import distinct, distinct_records, variations
 
 
@@ -15,7 +15,7 @@ def test_probes_are_the_same_inside_a_mode_that_replaces_draws() -> None:
     params = dict(model.named_parameters())
     found = []
     for inside in (False, True):
-        with WithoutRandomness() if inside else torch.enable_grad(), randomly_perturbed(params):
+        with WithoutRandomness() if inside else torch.enable_grad(), perturb_randomly(params):
             found.append([variations(x, seed=2), *(p.detach().clone() for p in params.values())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert not (found[0][0] == x).any()

@@ -15,6 +15,7 @@ import hushgrad as hg
 from hushgrad import Refused
 from hushgrad.diagnosis import doctor
 from hushgrad.gradients import auto, compiled, dense, loop, per_sample, traced
+from hushgrad.gradients.objective import Objective
 
 N, LONGEST = 12, 6
 
@@ -126,7 +127,9 @@ def test_experts_without_records_are_named_by_a_pattern(seed: int) -> None:
     reached = sorted(set(model.gate(torch.randn(4000, 3)).argmax(1).tolist()))
     for to in (reached, reached[:1], reached[1:]):
         batch = routed(model, to)
-        gradients = execution.gradients(loss_of(model), params, batch, (model,))
+        gradients = execution.gradients(
+            execution.objective(loss_of(model), params, (model,)), batch
+        )
         norms = gradients.sq_norms()
         used = [k for k in range(4) if bool(norms[f"experts.{k}.weight"].any())]
         assert used == to
@@ -138,7 +141,7 @@ def test_an_expert_on_no_path_is_refused_with_what_train_can_do() -> None:
     params, batch = dict(model.named_parameters()), (torch.ones(8, 3), torch.zeros(8).long())
     message = r"experts\.\d\.weight is trainable but on no path.*hg\.Execution\(idle=\(…,\)\)"
     with pytest.raises(Refused, match=message):
-        hg.Execution().gradients(loss_of(model), params, batch, (model,))
+        hg.Execution().gradients(Objective(loss_of(model), params, (model,)), batch)
 
 
 def test_a_private_run_on_experts() -> None:
@@ -163,7 +166,9 @@ def test_what_nothing_reaches_gets_zero(scale: float) -> None:
     params = dict(model.named_parameters())
     batch = (torch.randn(8, 3), torch.zeros(8).long())
     execution = hg.Execution(idle=("spare.*",), loss_scale=scale)
-    gradients = execution.gradients(loss_of(model["used"]), params, batch, (model,))
+    gradients = execution.gradients(
+        execution.objective(loss_of(model["used"]), params, (model,)), batch
+    )
     assert not gradients.sq_norms()["spare.weight"].any()
     with pytest.raises(ValueError, match=r"for every pattern of idle, got none for 'spares\.\*'"):
         hg.Execution(idle=("spares.*",)).gradients(loss_of(model["used"]), params, batch)

@@ -27,7 +27,7 @@ from hushgrad.gradients import (
     traced,
 )
 from hushgrad.gradients.factors import slots
-from hushgrad.gradients.guards import same_bits
+from hushgrad.numerics import same_bits
 
 LAST_BIT = 2.0**-23
 
@@ -128,7 +128,7 @@ def test_whoever_leaves_moves_no_other_record(form: Form, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         importlib.import_module(Certificate.__module__),
         "draw_slots",
-        lambda n, multiple, period: slots.arranged(drawn[n], multiple, period),
+        lambda n, multiple, period: slots.arrange(drawn[n], multiple, period),
     )
 
     def taken(kept: list[int], *, placed: bool) -> list[Tensor]:
@@ -183,13 +183,13 @@ def test_leaving_shifts_others_by_whole_periods(
     residues: list[int], multiple: int, data: st.DataObject
 ) -> None:
     drawn, leaving = torch.tensor(residues), data.draw(st.integers(0, len(residues) - 1))
-    placed = slots.arranged(drawn, multiple, 4)
+    placed = slots.arrange(drawn, multiple, 4)
     assert placed.rows % multiple == 0
     assert len(set(placed.places.tolist())) == placed.records == len(residues)
     assert int(placed.places.max()) < placed.rows
     kept = [i for i in range(len(residues)) if i != leaving]
     if kept:
-        moved = slots.arranged(drawn[kept], multiple, 4).places - placed.places[kept]
+        moved = slots.arrange(drawn[kept], multiple, 4).places - placed.places[kept]
         assert set(moved.tolist()) <= {0, -4}
 
 

@@ -129,7 +129,7 @@ def test_a_lambda_made_anew_compiles_once_and_a_changed_number_is_not_missed(
     def norms(scale: float) -> dict[str, Tensor]:
         torch.manual_seed(0)  # for places that records may draw
         loss = lambda x: scale * model(x).square().sum(1)  # noqa: E731
-        return execution.gradients(loss, params, batch, (model,)).sq_norms()
+        return execution.gradients(execution.objective(loss, params, (model,)), batch).sq_norms()
 
     first = norms(1.0)
     for _ in range(3):
@@ -271,7 +271,9 @@ def test_a_program_that_goes_wrong_later_gives_way(
 ) -> None:
     model, batch = mlp(5, 7, 3), torch.randn(8, 5)
     loss, params, execution = loss_of(model), private(model), hg.Execution(compile=True)
-    assert execution.gradients(loss, params, batch, (model,)).form == "compiled"
+    assert (
+        execution.gradients(execution.objective(loss, params, (model,)), batch).form == "compiled"
+    )
     run = MODULE._Program.run
 
     def off(self: Any, inputs: Any, current: Any) -> tuple[Tensor, Gradients]:
@@ -280,7 +282,10 @@ def test_a_program_that_goes_wrong_later_gives_way(
 
     monkeypatch.setattr(MODULE._Program, "run", off)
     with caplog.at_level(logging.WARNING, "hushgrad"):
-        forms = [execution.gradients(loss, params, batch, (model,)).form for _ in range(4)]
+        forms = [
+            execution.gradients(execution.objective(loss, params, (model,)), batch).form
+            for _ in range(4)
+        ]
     assert forms[-1] == "traced"
     (line,) = lines(caplog)
     assert line.startswith("not compiled from here on: of the compiled program the gradient of")

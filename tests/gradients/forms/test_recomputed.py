@@ -12,11 +12,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import hushgrad as hg
-from hushgrad.gradients import auto, difference, per_sample, recomputed, traced
-from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients import AnyGradients, auto, difference, per_sample, recomputed, traced
 from hushgrad.gradients.forms.recomputed import Recomputed
 from hushgrad.run.step import clipped_sum
-from hushgrad.types import Refused
+from hushgrad.types import PerSample, Refused
 from zoo.sequences import LastStep
 from zoo.small import TiedWords
 from zoo.vision import small_cnn
@@ -52,7 +51,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().sum(1)
 
 
-def taken(name: str) -> tuple[dict[str, Gradients], dict[str, Tensor]]:
+def taken(name: str) -> tuple[dict[str, AnyGradients], dict[str, Tensor]]:
     """The gradients in both forms, with the same draws, and weights for a sum."""
     build, data = MODELS[name]
     model, batch = build().train(), data()
@@ -113,11 +112,19 @@ def test_a_step_runs_in_it_with_a_loss_scale_and_a_bad_record() -> None:
         assert torch.allclose(total.double(), frugal.sum[name].double(), rtol=1e-4, atol=1e-6)
 
 
+def test_it_is_a_final_type_of_its_own() -> None:
+    assert Recomputed.__mro__ == (Recomputed, object)
+    assert all(isinstance(x, PerSample) for x in taken("tied")[0].values())
+
+
 def test_what_it_cannot_do_is_said() -> None:
     found, weights = taken("tied")
     frugal = found["recomputed"]
     with pytest.raises(Refused, match="hold no factors"):
         difference(frugal, found["traced"])
+    for one, other in (("recomputed", "traced"), ("traced", "recomputed")):
+        with pytest.raises(Refused, match="hold no factors"):
+            found[one] + found[other]
     frugal.weighted_sum(weights)
     with pytest.raises(Refused, match="summed once"):
         frugal.weighted_sum(weights)

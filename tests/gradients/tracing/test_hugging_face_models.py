@@ -100,7 +100,7 @@ def expected_of_pass(
     """What autograd says of each record in one pass over all rows, drawn from `seed`."""
     torch.manual_seed(seed)
     slots = certificate.slots(size_of(batch))
-    losses = slots.of_records(loss(slots.filled(batch)))
+    losses = slots.of_records(loss(slots.fill(batch)))
     gradients = [
         torch.autograd.grad(value, [*params.values()], retain_graph=True, allow_unused=True)
         for value in losses

@@ -14,7 +14,8 @@ from torch import nn
 from hushgrad.batches import records
 from hushgrad.gradients.certification.certify import Certificate
 from hushgrad.gradients.forms.choices import Form
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
+from hushgrad.gradients.tracing.rules.registry import own_rules
 from hushgrad.types import Batch
 
 CacheKey = tuple[Hashable, ...]
@@ -45,8 +46,9 @@ class Cache:
         _, certificates = self._entries.pop(key, ([], []))
         for old in [k for k, (alive, _) in self._entries.items() if _any_gone(alive)]:
             del self._entries[old]  # nobody can ask for it again, and it may hold programs
-        spoken_of = (*objective.params.values(), *held_by(objective.loss))
+        spoken_of = (*objective.params.values(), *references_of(objective.loss))
         alive = [_reference(x) for x in spoken_of]
+        # The last variants only: a loss that is never twice the same must not fill the memory.
         self._entries[key] = (alive, [*certificates, certificate][-_MOST_VARIANTS:])
         while len(self._entries) > _MOST_KEYS:
             self._entries.popitem(last=False)
@@ -70,13 +72,15 @@ def fingerprint(objective: Objective, forms: tuple[Form, ...], batch: Batch) -> 
     one that closes over something else must not.
     """
     device = next(iter(objective.params.values())).device.type
+    # Other arithmetic has other kernels, and so has another number of threads.
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (
         tuple([(name, id(p), p.dtype, p.shape) for name, p in objective.params.items()]),
         tuple([_switches(child) for module in objective.modules for child in module.modules()]),
         tuple([id(hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]),
-        tuple([_value(x) for x in held_by(objective.loss)]),
+        tuple([_value(x) for x in references_of(objective.loss)]),
         forms,
+        own_rules(),
         objective.idle,
         records.shapes(batch),
         autocast,

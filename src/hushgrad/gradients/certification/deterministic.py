@@ -37,7 +37,7 @@ class WithoutRandomness(TorchDispatchMode):
     """Replace every random draw by what `draws` says: by its median, dropout keeps all.
 
     A mode at this level also sees draws inside backward passes and recomputed activations. Python's
-    and NumPy's generators it sees in the losses that are called by `calling`.
+    and NumPy's generators it sees in the losses that are called by `choosing_draws`.
     `narrowest` is the least precise type that anything was computed in, wherever autocast began;
     `drew` tells whether there was a draw at all; `program` is a digest of the operations that ran.
     """
@@ -48,7 +48,7 @@ class WithoutRandomness(TorchDispatchMode):
         self.narrowest, self.drew, self.program = torch.float64, False, 0
         self._number = 0  # of the draw
 
-    def calling(self, loss: Loss) -> Loss:
+    def choosing_draws(self, loss: Loss) -> Loss:
         """The loss, with Python's and NumPy's draws chosen for each call, all calls alike.
 
         Not for longer than a call: others draw from these generators, too.
@@ -71,13 +71,14 @@ class WithoutRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Another operation beside other records is a coupling, even if all values agree.
         self.program = hash((self.program, func))
-        result = self._drawn(func, args, kwargs or {})
+        result = self._run_or_draw(func, args, kwargs or {})
         if isinstance(result, Tensor) and result.is_floating_point():
             self.narrowest = min(self.narrowest, result.dtype, key=lambda t: t.itemsize)
         return result
 
-    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_or_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         own = kwargs.pop("generator", None)
@@ -196,7 +197,7 @@ def _draws_at(q: float) -> dict[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def randomly_perturbed(params: Params, by: float = 0.05, *, seed: int = 0) -> Iterator[None]:
+def perturb_randomly(params: Params, by: float = 0.05, *, seed: int = 0) -> Iterator[None]:
     """Move every parameter a little for the length of the block, then put its own tensor back.
 
     At an initialisation with zeros (a last layer, LoRA's second factor) gradients vanish and a

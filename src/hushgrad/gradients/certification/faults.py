@@ -10,7 +10,7 @@ from hushgrad.types import Batch, Params, Refused
 
 
 @contextmanager
-def bad_indices_named() -> Iterator[None]:
+def name_bad_indices() -> Iterator[None]:
     """Say what an IndexError of the loss most likely is, without the record's value."""
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.types import Refused
 
 _WORDS = 624  # a Mersenne twister's state, in 32-bit words
@@ -27,9 +27,9 @@ class GlobalGenerators:
 
     def start(self, quantile: float | None, seed: int) -> None:
         """Let the next draws be this quantile, or what follows from the seed."""
-        words = _words(quantile, seed)
-        random.setstate((3, (*words, 0), None))
-        np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
+        python, numpy_ = _states(quantile, seed)
+        random.setstate(python)
+        np.random.set_state(numpy_)
 
     def moved(self) -> bool:
         """Was anything drawn since the start? Both then stood at the state's first word."""
@@ -44,6 +44,12 @@ class GlobalGenerators:
 
 
 @functools.lru_cache(maxsize=256)
+def _states(quantile: float | None, seed: int) -> tuple[Any, Any]:
+    """What Python's and NumPy's generators are set to; kept, since to build it takes longer."""
+    words = _words(quantile, seed)
+    return (3, (*words, 0), None), ("MT19937", np.array(words, np.uint32), 0, 0, 0.0)
+
+
 def _words(quantile: float | None, seed: int) -> tuple[int, ...]:
     """A state whose first outputs are the quantile, each a 32-bit share of it."""
     generator = random.Random(seed)
@@ -77,7 +83,7 @@ _OWN = (random.Random, np.random.RandomState, np.random.Generator, np.random.Bit
 
 
 @contextmanager
-def own_generators_unused(objective: Objective) -> Iterator[None]:
+def refuse_own_generators(objective: Objective) -> Iterator[None]:
     """Refuse a loss that draws from a generator of its own, other than torch's.
 
     Certification sets torch's draws one by one, at extremes too, but cannot set these.
@@ -86,10 +92,10 @@ def own_generators_unused(objective: Objective) -> Iterator[None]:
     try:
         yield
     finally:  # also of a refusal it may be the reason
-        _refuse_moved(before)
+        _refuse_draws(before)
 
 
-def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
+def _refuse_draws(before: list[tuple[Any, str | None]]) -> None:
     for generator, state in before:
         if state is None or _state_of(generator) != state:
             raise Refused(
@@ -101,11 +107,11 @@ def _refuse_moved(before: list[tuple[Any, str | None]]) -> None:
 
 def _own_generators(objective: Objective) -> list[Any]:
     children = [m for module in objective.modules for m in module.modules()]
-    found = [*held_by(objective.loss)]
+    found = [*references_of(objective.loss)]
     for child in children:
         found += vars(child).values()
         if not type(child).__module__.startswith("torch."):
-            found += held_by(type(child).forward)
+            found += references_of(type(child).forward)
     inner = [x for held in found for x in _inside(held)]
     own = {id(x): x for x in map(_behind, [*found, *inner]) if isinstance(x, _OWN)}
     return [x for x in own.values() if not any(x is common for common in _GLOBAL)]

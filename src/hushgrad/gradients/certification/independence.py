@@ -13,16 +13,16 @@ from hushgrad.batches.records import MULTIPLE, count, cut, padded_size, take
 from hushgrad.gradients.certification.deterministic import STRATA, Seed, WithoutRandomness
 from hushgrad.gradients.certification.oracle import Evidence, Oracle, view
 from hushgrad.gradients.comparison import Precision
-from hushgrad.gradients.forms.traced import checked_losses
-from hushgrad.gradients.guards import same_bits
+from hushgrad.gradients.forms.traced import require_losses
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.probes import (
     beside_nan,
     beside_others,
     beside_variations,
-    replaced,
+    replaced_places,
     variations,
 )
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Refused
 
 # A model may mix its records in some draws only. The extremes are the least and the largest that a
@@ -55,8 +55,9 @@ class Passes:
     def run(self, batch: Batch, size: int) -> PassResult:
         """One pass."""
         neutral = WithoutRandomness(self.oracle.draws)
-        with torch.enable_grad(), neutral, self.objective.rewound():
-            losses = checked_losses(neutral.calling(self.objective.loss)(batch), size).detach()
+        loss = neutral.choosing_draws(self.objective.loss)
+        with torch.enable_grad(), neutral, self.objective.rewind_buffers():
+            losses = require_losses(loss(batch), size).detach()
         return PassResult(losses, neutral.program, neutral.drew)
 
     def losses(self, batch: Batch, size: int) -> Tensor:
@@ -81,10 +82,10 @@ def check_independence(
     for one in _views(passes):
         for size in sizes:
             _check_values(one, size, evidence)
-        moved = _moved(one, sizes[-1], _beside) or moved
-        moved = _moved(one, MULTIPLE, _beside_copies) or moved
-    moved = _carried(passes, sizes[-1]) or moved
-    return _moved_at(passes, seeds) or moved
+        moved = _find_moved_bits(one, sizes[-1], _beside) or moved
+        moved = _find_moved_bits(one, MULTIPLE, _beside_copies) or moved
+    moved = _find_carried_state(passes, sizes[-1]) or moved
+    return _find_moved_bits_at(passes, seeds) or moved
 
 
 def check_briefly(
@@ -101,17 +102,17 @@ def check_briefly(
     alone = alone[oracle.places(size)]
     finite = alone.isfinite()  # beside others it will be seen what becomes of the rest
     if not _near(losses[finite], alone[finite], precision.loss):
-        raise _mixed("in a smaller one")
-    moved = _moved(passes, size, _one_in_turn(turn))
-    return _moved_at(passes, [turn]) or moved
+        raise _mixing_refusal("in a smaller one")
+    moved = _find_moved_bits(passes, size, _one_in_turn(turn))
+    return _find_moved_bits_at(passes, [turn]) or moved
 
 
-def _moved_at(passes: Passes, seeds: Sequence[int]) -> str | None:
-    """As `_moved`, of a few records where every draw is random, from each of these seeds."""
+def _find_moved_bits_at(passes: Passes, seeds: Sequence[int]) -> str | None:
+    """As `_find_moved_bits`, of a few records where all draws are random, from these seeds."""
     moved = None
     for seed in seeds if passes.oracle.drew else ():
         drawn = Passes(passes.objective, replace(passes.oracle, draws=Seed(seed)))
-        moved = _moved(drawn, MULTIPLE, _one_in_turn(seed)) or moved
+        moved = _find_moved_bits(drawn, MULTIPLE, _one_in_turn(seed)) or moved
     return moved
 
 
@@ -119,6 +120,7 @@ def _views(passes: Passes) -> Iterator[Passes]:
     yield passes
     if passes.oracle.drew:
         for quantiles in EXTREMES:
+            # A milder draw where the extreme one breaks the model: infinite noise proves nothing.
             other = _finite_view(passes, quantiles)
             if other is not None:
                 yield Passes(passes.objective, other)
@@ -142,13 +144,14 @@ def _check_values(passes: Passes, size: int, evidence: Evidence) -> None:
     """In a batch, at any position, a record's loss must be that of its own run."""
     oracle, losses = passes.oracle, passes.probe(size).losses.double()
     alone = torch.stack(oracle.losses).double()[oracle.places(size)]
+    # A loss that is nan alone may be nan in a batch: it is masked out everywhere.
     both_nan = losses.isnan() & alone.isnan()
     error = (losses - alone).abs() / (alone.abs() + 0.1)
     error = error.masked_fill(both_nan | (losses == alone), 0)
     worst = int(error.nan_to_num(nan=torch.inf).argmax())
     evidence.merge(Evidence(oracle.precision, sizes=[size], loss=float(error[worst])))
     if not bool(error[worst] <= oracle.precision.loss):
-        raise _mixed("alone")
+        raise _mixing_refusal("alone")
 
 
 Beside = tuple[list[Batch], Tensor]
@@ -157,7 +160,7 @@ counts, and these places."""
 BesideOthers = Callable[[Passes, int], Iterator[Beside]]
 
 
-def _moved(passes: Passes, size: int, beside: BesideOthers) -> str | None:
+def _find_moved_bits(passes: Passes, size: int, beside: BesideOthers) -> str | None:
     """How other records, also very loud ones, move the last bits of a record's loss, if they do.
 
     A comparison of values has a tolerance, below which a weak coupling hides until a record is
@@ -174,13 +177,13 @@ def _moved(passes: Passes, size: int, beside: BesideOthers) -> str | None:
         kept = ~places.to(reference.device)
         own, before = found.losses[kept], reference[kept]
         if not _near(own, before, tolerance):
-            raise _mixed("beside others")
+            raise _mixing_refusal("beside others")
         if not _same(own, before):
             moved = OTHER_BITS if found.program == program else OTHER_PROGRAM
     return moved
 
 
-def _carried(passes: Passes, size: int) -> str | None:
+def _find_carried_state(passes: Passes, size: int) -> str | None:
     """Does a record's loss depend on the batches before? By now, loud records and nan were there.
 
     Returned is why records have to be run one at a time, or None.
@@ -188,7 +191,7 @@ def _carried(passes: Passes, size: int) -> str | None:
     reference = passes.probe(size).losses
     again = passes.run(passes.oracle.probe(size), size).losses
     if not _near(again, reference, passes.oracle.precision.loss):
-        raise _kept()
+        raise _memory_refusal()
     return None if _same(again, reference) else OTHER_BITS
 
 
@@ -201,10 +204,10 @@ def _beside_copies(passes: Passes, size: int) -> Iterator[Beside]:
 
 def _beside(passes: Passes, size: int) -> Iterator[Beside]:
     """Beside loud records, beside nan, and beside varied ones, half of them each time."""
-    probe, loud = passes.oracle.probe(size), replaced(size)
+    probe, loud = passes.oracle.probe(size), replaced_places(size)
     yield [beside_others(probe, loud, loud=is_loud) for is_loud in (True, False)], loud
-    yield [beside_nan(probe, replaced(size, 1))], replaced(size, 1)
-    yield [beside_variations(probe, replaced(size, 2))], replaced(size, 2)
+    yield [beside_nan(probe, replaced_places(size, 1))], replaced_places(size, 1)
+    yield [beside_variations(probe, replaced_places(size, 2))], replaced_places(size, 2)
 
 
 def _one_in_turn(turn: int) -> BesideOthers:
@@ -272,12 +275,12 @@ def _in_turn(passes: Passes, size: int) -> Tensor:
 
 def _same_in_parts(passes: Passes, whole: int, multiple: int, seed: int) -> bool:
     """Have varied records the same losses in one batch and in parts of it?"""
-    many, together = _accepted(passes, whole, seed)
+    many, together = _accepted_variations(passes, whole, seed)
     parts = [cut(many, i, i + multiple) for i in range(0, whole, multiple)]
     return same_bits(torch.cat([passes.losses(part, multiple) for part in parts]), together)
 
 
-def _accepted(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
+def _accepted_variations(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
     """Variations of the oracle's records, or those themselves if the loss takes no others.
 
     And their losses.
@@ -289,7 +292,7 @@ def _accepted(passes: Passes, count: int, seed: int) -> tuple[Batch, Tensor]:
         return passes.oracle.probe(count), passes.probe(count).losses
 
 
-def _mixed(otherwise: str) -> Refused:
+def _mixing_refusal(otherwise: str) -> Refused:
     # Without the losses and the batch's size: they are private, and a message may end up anywhere.
     return Refused(
         f"the loss of a record depends on other records: in a batch it is not what it is "
@@ -298,7 +301,7 @@ def _mixed(otherwise: str) -> Refused:
     )
 
 
-def _kept() -> Refused:
+def _memory_refusal() -> Refused:
     return Refused(
         "the loss of a record depends on other records in earlier batches: after passes over other "
         "records it is not what it was before, so the model keeps something of the records that "

@@ -14,13 +14,13 @@ from hushgrad.gradients.certification.deterministic import (
     MEDIAN,
     RandomDraws,
     WithoutRandomness,
-    randomly_perturbed,
+    perturb_randomly,
 )
 from hushgrad.gradients.comparison import COARSE, FINE, Precision, norm_of
-from hushgrad.gradients.factors.gradients import Gradients
+from hushgrad.gradients.forms.choices import AnyGradients
 from hushgrad.gradients.forms.loop import one_record
-from hushgrad.gradients.guards import guarded, restored
-from hushgrad.gradients.objective import Objective, named
+from hushgrad.gradients.guards import restored
+from hushgrad.gradients.objective import Objective, layer_called
 from hushgrad.gradients.probes import irregular
 from hushgrad.parallel.single import no_wrapper_called
 from hushgrad.types import Batch, Refused
@@ -106,15 +106,17 @@ def view(objective: Objective, few: Batch, draws: RandomDraws) -> Oracle:
 
 def _consult(objective: Objective, few: Batch, draws: RandomDraws, backward: bool) -> Oracle:
     neutral = WithoutRandomness(draws)
-    with neutral, guarded(objective.params, objective.modules, objective.free_buffers):
+    with neutral, objective.guard_pass():
         alone, wrote = _each_alone(objective, few, backward, neutral)
     finite = [i for i, (loss, gradient) in enumerate(alone) if _is_finite(loss, gradient)]
+    # A record that is nan by itself is nan in any batch, and can be compared with nothing.
     kept, one_by_one = records.take(few, finite), [alone[i] for i in finite]
     losses, gradients = [loss for loss, _ in one_by_one], [gradient for _, gradient in one_by_one]
     oracle = Oracle(kept, losses, gradients, COARSE, draws, neutral.drew, wrote)
+    # Autocast may begin anywhere in the loss: what was computed in, not what was asked for.
     if neutral.narrowest in FINE:
         return replace(oracle, precision=FINE[neutral.narrowest])
-    precision = _blurred(objective, oracle, neutral.narrowest, backward)
+    precision = _blur_precision(objective, oracle, neutral.narrowest, backward)
     return replace(oracle, precision=precision)
 
 
@@ -125,7 +127,7 @@ def _each_alone(
     objective: Objective, few: Batch, backward: bool, neutral: WithoutRandomness
 ) -> tuple[Alone, bool]:
     """Each record's loss and gradient, and whether a run wrote anything; it is put back."""
-    alone, wrote, loss = [], False, neutral.calling(objective.loss)
+    alone, wrote, loss = [], False, neutral.choosing_draws(objective.loss)
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
         with restored(objective.params, objective.modules) as changed, no_wrapper_called():
@@ -139,18 +141,22 @@ def _is_finite(loss: Tensor, gradient: dict[str, Tensor | None]) -> bool:
     return all(bool(x.isfinite().all()) for x in (loss, *gradient.values()) if x is not None)
 
 
-def _blurred(objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool) -> Precision:
+def _blur_precision(
+    objective: Objective, oracle: Oracle, dtype: torch.dtype, backward: bool
+) -> Precision:
     """What rounding to a narrow type does to this model: shift its parameters by as much."""
-    shift = randomly_perturbed(objective.params, by=torch.finfo(dtype).eps / 2)
+    shift = perturb_randomly(objective.params, by=torch.finfo(dtype).eps / 2)
     with shift, WithoutRandomness(oracle.draws) as neutral:
         shifted, _ = _each_alone(objective, oracle.records, backward, neutral)
     off = off_loss = 0.0
     for i, (loss, gradient) in enumerate(shifted):
+        # Relative to the parameter's own gradient, or to a share of the whole where that is more.
         whole = COARSE.floor * _whole_norm(oracle.gradients[i])
         for name, new in gradient.items():
             old = oracle.gradients[i][name]
             if new is not None and old is not None:
                 off = max(off, float(norm_of(new - old) / torch.maximum(norm_of(old), whole)))
+        # 0.1: below that losses are compared absolutely, as they may vanish.
         off_loss = max(off_loss, float((loss - oracle.losses[i]).abs() / (loss.abs() + 0.1)))
     gradient_, loss_ = (min(_COARSEST, _BLUR * x) for x in (off, off_loss))
     return replace(
@@ -171,24 +177,23 @@ def refuse_unreached(objective: Objective, oracle: Oracle) -> None:
         if name not in objective.idle and all(g[name] is None for g in oracle.gradients):
             raise Refused(
                 f"the parameter {name} is trainable but on no path to the loss"
-                f"{_blocked(objective)}; "
+                f"{_blocking_layer(objective)}; "
                 "freeze it with requires_grad_(False) or, if only some records reach it (an "
                 "expert), name it in idle, hg.Execution(idle=(…,)), to give it zero plus noise"
             )
 
 
-def _blocked(objective: Objective) -> str:
+def _blocking_layer(objective: Objective) -> str:
     """A quantised layer, whose kernel has no derivative, is a likely reason."""
     for module in objective.modules:
         for name, child in module.named_modules():
             if type(child).__module__.startswith("torch.ao.nn.quantized"):
-                return (
-                    f" ({named(name)} is a quantised {type(child).__name__}, which passes none on)"
-                )
+                layer = f"{layer_called(name)} is a quantised {type(child).__name__}"
+                return f" ({layer}, which passes none on)"
     return ""
 
 
-def compare(gradients: Gradients, oracle: Oracle, evidence: Evidence) -> dict[str, float]:
+def compare(gradients: AnyGradients, oracle: Oracle, evidence: Evidence) -> dict[str, float]:
     """The parameters whose gradients are off, and by how much; if none, add to the evidence."""
     exact = oracle.norms
     total = torch.stack([*exact.values()]).square().sum(0).sqrt()
@@ -212,7 +217,7 @@ def _worst(off: Tensor) -> float:
     return float(off.abs().nan_to_num(nan=torch.inf).max())
 
 
-def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
+def _ratio(gradients: AnyGradients, total: Tensor, which: str) -> Tensor:
     """The norms of the records' whole gradients, as multiples of the exact ones."""
     parts = [getattr(square, which) for square in gradients.squares.values()]
     norms = torch.stack(parts).sum(0).clamp_min(0).sqrt().cpu()
@@ -220,11 +225,12 @@ def _ratio(gradients: Gradients, total: Tensor, which: str) -> Tensor:
 
 
 def _vector_errors(
-    gradients: Gradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
+    gradients: AnyGradients, oracle: Oracle, exact: dict[str, Tensor], floor: Tensor
 ) -> dict[str, float]:
     """Compare the gradients themselves: one random combination of all of them tells."""
     weights = torch.from_numpy(np.random.default_rng(1).standard_normal(gradients.batch))
     turn = oracle.places(gradients.batch)
+    # A record that stands at several places of the probe has the sum of their weights.
     share = torch.zeros(oracle.count, dtype=torch.float64).index_add_(0, turn, weights)
     sums = gradients.weighted_sum(dict.fromkeys(exact, weights.to(gradients.losses.device)))
     errors = {}

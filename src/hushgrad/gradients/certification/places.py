@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hushgrad.batches.records import take
 from hushgrad.gradients.certification.oracle import Oracle
-from hushgrad.gradients.factors.gradients import Gradients
-from hushgrad.gradients.guards import same_bits
+from hushgrad.gradients.forms.choices import AnyGradients
 from hushgrad.gradients.probes import variations
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, NotCovered
 
-PassOver = Callable[[Batch, int], Gradients]
+PassOver = Callable[[Batch, int], AnyGradients]
 """A pass over a batch of so many records."""
 
 _MOST_RECORDS = 16  # different ones; a few outputs of four were seen to agree where others do not
@@ -38,6 +38,7 @@ def period_of(oracle: Oracle, run: PassOver, largest: int, multiple: int) -> int
     norms and factors are compared, in a pass of the largest size and in one that ends before.
     """
     count = max(oracle.count, min(_MOST_RECORDS, largest // multiple))
+    # Many different values: a kernel's end rounds some of them alike by accident.
     several = _several(oracle, count, lambda batch: run(batch, count))
     for period in (1 << k for k in range(multiple.bit_length())):
         if _keep_their_bits(several, count, run, largest, multiple, period):
@@ -48,7 +49,7 @@ def period_of(oracle: Oracle, run: PassOver, largest: int, multiple: int) -> int
     )
 
 
-def _several(oracle: Oracle, count: int, run: Callable[[Batch], Gradients]) -> Batch:
+def _several(oracle: Oracle, count: int, run: Callable[[Batch], AnyGradients]) -> Batch:
     """The oracle's records, and variations of them if the model takes those."""
     own = take(oracle.records, [i % oracle.count for i in range(count)])
     if count == oracle.count:
@@ -76,6 +77,7 @@ def _keep_their_bits(
             return True
         place = torch.arange(start, start + rows)
         which = (place % multiple + place // multiple) % count
+        # A record and its place modulo the period: at equal keys the bits must be equal.
         key = which * period + place % period
         found = _made_of(run(take(several, which.numpy()), rows))
         if found[0].device.type != "cpu":  # elsewhere kernels differ from run to run
@@ -93,6 +95,6 @@ def _keep_their_bits(
     raise AssertionError("a cycle does not end")
 
 
-def _made_of(gradients: Gradients) -> list[Tensor]:
+def _made_of(gradients: AnyGradients) -> list[Tensor]:
     norms = [square.estimate for square in gradients.squares.values()]
     return [gradients.losses, *norms, *gradients.held()]

@@ -7,30 +7,24 @@ from collections.abc import Sequence
 import torch
 
 from hushgrad.batches import records
-from hushgrad.gradients.certification.certify import (
-    POINTS,
-    Certificate,
-    clear_of_flips,
-    comparable,
-    refusal,
-    replayed,
-)
-from hushgrad.gradients.certification.generators import own_generators_unused
+from hushgrad.gradients.certification.certify import Certificate, compare_replay, probe_at
+from hushgrad.gradients.certification.generators import refuse_own_generators
 from hushgrad.gradients.certification.independence import (
     SOME_SEEDS,
     Passes,
     check_briefly,
     check_independence,
 )
+from hushgrad.gradients.certification.near_misses import POINTS, refusal_of, retry_near_misses
 from hushgrad.gradients.certification.oracle import consult
-from hushgrad.gradients.guards import guarded
-from hushgrad.gradients.objective import Objective, held_by
+from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.gradients.probes import distinct_records
 from hushgrad.types import Batch, Refused
 
 
 def extend(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Test a pass of more rows than any before it, by one such pass and a few single ones."""
+    # This batch's own records: what was certified on others is looked at on these.
     few = distinct_records(batch, records.count(batch))
     _retest(certificate, objective, few, rows, POINTS)
     certificate.largest = rows
@@ -49,30 +43,31 @@ def retest(certificate: Certificate, objective: Objective, batch: Batch, rows: i
     """
     step = certificate.steps + 1
     if step & (step - 1) == 0:
+        # Two records tell whether they meet, at half the price of four.
         few = distinct_records(batch, records.count(batch), most=2)
         _retest(certificate, objective, few, rows, [None, *POINTS[1:]])
+    # Kernels are chosen by size, so each is looked at when it first comes.
     elif rows not in certificate.sizes:
-        _look(certificate, objective, batch, rows)
+        _look_briefly(certificate, objective, batch, rows)
     elif step % LONGEST_GAP == 0:
-        _look(certificate, objective, batch, 2 * records.MULTIPLE)
+        _look_briefly(certificate, objective, batch, 2 * records.MULTIPLE)
     certificate.sizes.add(rows)
 
 
-def _look(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
+def _look_briefly(certificate: Certificate, objective: Objective, batch: Batch, rows: int) -> None:
     """Do a few records still not meet, in a pass of so many rows? Forward passes only."""
     size = records.count(batch)
+    # Not the whole batch: the cost of a look must not grow with it.
     few = records.take(batch, [i % size for i in range(records.MULTIPLE)])
-    watched = guarded(
-        objective.params, objective.modules, objective.free_buffers, held_by(objective.loss)
-    )
-    with torch.random.fork_rng(), own_generators_unused(objective), watched:
+    watched = objective.guard_pass(references_of(objective.loss))
+    with torch.random.fork_rng(), refuse_own_generators(objective), watched:
         precision = certificate.evidence.precision
-        _refuse_moved(
+        _refuse_moved_bits(
             certificate, check_briefly(objective, few, rows, precision, certificate.steps)
         )
 
 
-def _refuse_moved(certificate: Certificate, moved: str | None) -> None:
+def _refuse_moved_bits(certificate: Certificate, moved: str | None) -> None:
     if moved and not certificate.form.alone:
         raise Refused(moved)
 
@@ -87,20 +82,24 @@ def _retest(
     def at(point: int | None) -> None:
         _retest_at(certificate, objective, few, rows, point)
 
-    clear_of_flips(points, at)
+    retry_near_misses(points, at)
 
 
 def _retest_at(
     certificate: Certificate, objective: Objective, few: Batch, rows: int, point: int | None
 ) -> None:
-    with comparable(objective, point):
+    with probe_at(objective, point):
         oracle = consult(objective, few)
+        # All of these records were nan. They count for nothing, and prove nothing.
         if oracle.count == 0:
             return
+        # Other seeds each time: over a run all strata of the draws are met.
         seeds = range(certificate.steps, certificate.steps + SOME_SEEDS)
         passes = Passes(objective, oracle)
-        _refuse_moved(certificate, check_independence(passes, [rows], certificate.evidence, seeds))
+        _refuse_moved_bits(
+            certificate, check_independence(passes, [rows], certificate.evidence, seeds)
+        )
         if certificate.form.replays:
-            wrong = replayed(objective, oracle, certificate.sites, rows, certificate.evidence)
+            wrong = compare_replay(objective, oracle, certificate.sites, rows, certificate.evidence)
             if wrong:
-                raise refusal(wrong, "in a larger batch ")
+                raise refusal_of(wrong, "in a larger batch ")

@@ -28,18 +28,18 @@ from hushgrad.gradients.errors import without_numbers
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import in_turn
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.guards import guarded, same_bits
 from hushgrad.gradients.objective import Objective
-from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced
+from hushgrad.gradients.probes import beside_nan, beside_others, loudness, replaced_places
 from hushgrad.gradients.tracing.call_sites import Probing, Replaying, Site, Unforeseen
 from hushgrad.gradients.tracing.layout import Ambiguous
+from hushgrad.numerics import same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Refused
 
-Attempt = Callable[[Objective, Batch], tuple[Gradients, int]]
+ProbePass = Callable[[Objective, Batch], tuple[Gradients, int]]
 """A pass over a batch of one size: the gradients, and a digest of the operations that ran."""
 
 
-def attempt(
+def trace_probe(
     objective: Objective,
     batch: Batch,
     size: int,
@@ -47,23 +47,26 @@ def attempt(
     draws: RandomDraws = MEDIAN,
 ) -> tuple[Gradients, int]:
     """A traced pass, and a digest of the operations that ran."""
-    watched = guarded(objective.params, objective.modules, objective.free_buffers)
     try:
-        with objective.rewound(), WithoutRandomness(draws) as neutral, watched:
-            loss = neutral.calling(objective.loss)
-            gradients = trace(loss, objective.params, batch, in_turn(size), guide)
-            return gradients, neutral.program
+        with (
+            objective.rewind_buffers(),
+            WithoutRandomness(draws) as neutral,
+            objective.guard_pass(),
+        ):
+            without_draws = replace(objective, loss=neutral.choosing_draws(objective.loss))
+            return trace(without_draws, batch, in_turn(size), guide), neutral.program
+    # These say what is wrong in words of ours, and may have another remedy.
     except (Refused, Ambiguous, Unforeseen):
         raise
     except Exception as error:  # the plain forward pass worked: the fault is the form's
         raise NotCovered(reason_of(error)) from error
 
 
-def replaying(sites: tuple[Site, ...], size: int, draws: RandomDraws = MEDIAN) -> Attempt:
+def replays_of(sites: tuple[Site, ...], size: int, draws: RandomDraws = MEDIAN) -> ProbePass:
     """Traced passes that follow certified call sites."""
 
     def run(objective: Objective, batch: Batch) -> tuple[Gradients, int]:
-        return attempt(objective, batch, size, Replaying(sites, size), draws)
+        return trace_probe(objective, batch, size, Replaying(sites, size), draws)
 
     return run
 
@@ -81,7 +84,7 @@ def refuse_loud_gradients(
     They are loud on both ways: in what they are, and in the gradients that their losses send back.
     A few records do: what is loud is so in any batch.
     """
-    run, batch = replaying(sites, FEW, draws), oracle.probe(FEW)
+    run, batch = replays_of(sites, FEW, draws), oracle.probe(FEW)
     quiet = run(objective, batch)
     refuse_mixed_gradients(objective, _loud(batch, FEW), run, quiet, oracle.precision)
     refuse_mixed_gradients(objective, _nan(batch, FEW), run, quiet, oracle.precision)
@@ -94,7 +97,7 @@ def refuse_gradients_beside_copies(
 
     What all records have in common, such as a full length that needs no mask, all have there.
     """
-    run, batch, places = replaying(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
+    run, batch, places = replays_of(sites, FEW), oracle.probe(FEW), oracle.places(FEW)
     quiet = run(objective, batch)
     for record in range(oracle.count):
         copies = take(oracle.records, [record] * FEW)
@@ -117,18 +120,18 @@ LoudBeside = tuple[list[LoudBatch], Tensor]
 
 def beside_neighbours(batch: Batch, size: int) -> LoudBeside:
     """Beside neighbours, which any model takes."""
-    places = replaced(size)
+    places = replaced_places(size)
     return [(beside_others(batch, places, loud=False), torch.ones(size))], places
 
 
 def _loud(batch: Batch, size: int) -> LoudBeside:
-    places = replaced(size)
+    places = replaced_places(size)
     loud = beside_others(batch, places, loud=True)
     return [(loud, loudness(places)), (batch, loudness(places))], places
 
 
 def _nan(batch: Batch, size: int) -> LoudBeside:
-    places = replaced(size, 1)
+    places = replaced_places(size, 1)
     nan = torch.ones(size).masked_fill(places, torch.nan)
     return [(beside_nan(batch, places), nan), (batch, nan)], places
 
@@ -136,7 +139,7 @@ def _nan(batch: Batch, size: int) -> LoudBeside:
 def refuse_mixed_gradients(
     objective: Objective,
     beside: LoudBeside,
-    run: Attempt,
+    run: ProbePass,
     quiet: tuple[Gradients, int],
     precision: Precision,
 ) -> None:
@@ -146,6 +149,7 @@ def refuse_mixed_gradients(
     """
     (gradients, program), (kinds, places) = quiet, beside
     found = _first_taken(objective, kinds, run)
+    # A model may refuse loud records (an index, a domain): the next kind then counts.
     if found is not None:
         mixed, ran = found
         reason = _MIXED if ran == program else _OTHER_PROGRAM
@@ -165,7 +169,7 @@ class _Weighted:
 
 
 def _first_taken(
-    objective: Objective, kinds: list[LoudBatch], run: Attempt
+    objective: Objective, kinds: list[LoudBatch], run: ProbePass
 ) -> tuple[Gradients, int] | None:
     for others, factors in kinds:
         plain = bool((factors == 1).all())
@@ -174,6 +178,7 @@ def _first_taken(
                 return run(objective, others)
             return run(replace(objective, loss=_Weighted(objective.loss, factors)), others)
         except (Refused, Unforeseen):
+            # A loss that was multiplied may overflow; that is the factor's fault, not the model's.
             if plain:  # others like these will come
                 raise
     return None
@@ -194,13 +199,16 @@ def _compare(
 ) -> None:
     """Norms keep their bits, where kernels are the same in every run; the vectors stay near."""
     device = one.losses.device
+    # The replaced records differ by design; only the others' gradients must stay.
     kept = kept.to(device)
     drawn = torch.from_numpy(np.random.default_rng(2).standard_normal(len(kept)))
+    # One random combination of the vectors tells what their norms alone cannot.
     weights = dict.fromkeys(one.squares, drawn.to(device) * kept)
     sums = one.weighted_sum(weights), other.weighted_sum(weights)
     total = torch.stack([s.estimate[kept].sum() for s in one.squares.values()]).sum().sqrt()
     for name, square in one.squares.items():
         before, after = square.estimate[kept], other.squares[name].estimate[kept]
+        # Elsewhere than on the processor kernels may add up in another order in every run.
         same = same_bits(before, after) if device.type == "cpu" else True
         gap = (sums[0][name].double() - sums[1][name].double()).square().sum().sqrt()
         scale = torch.maximum(before.sum().clamp_min(0).sqrt(), precision.floor * total)

@@ -35,7 +35,7 @@ def settle(
             for rows, block in blocks.items()
         }
         return Stacked(held, shape)
-    factored = _joined(uses)
+    factored = _join(uses)
     if _cheaper(factored, shape) == "Gram":
         products = tuple(f for f in factored if not isinstance(f, Dense))
         return Gram(products, shape, rough, known if isinstance(known, Measured) else None)
@@ -48,11 +48,11 @@ def cost_of(uses: tuple[Use, ...], shape: Shape) -> Cost:
     if blocks:
         parts = [cost_of(block, _some(rows, shape)) for rows, block in blocks.items()]
         return sum(flops for flops, _ in parts), sum(size for _, size in parts)
-    factored = _joined(uses)
+    factored = _join(uses)
     return costs(factored, shape)[_cheaper(factored, shape)]
 
 
-def _joined(uses: tuple[Use, ...]) -> tuple[Factor, ...]:
+def _join(uses: tuple[Use, ...]) -> tuple[Factor, ...]:
     if len(uses) == 1 and not isinstance(uses[0], Rows):
         return (uses[0],)
     return tuple(merge(tuple(use.whole() if isinstance(use, Rows) else use for use in uses)))

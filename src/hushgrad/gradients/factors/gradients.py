@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -18,7 +19,7 @@ from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer, Rows,
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.factors.sums import Summation, rows_within
 from hushgrad.numerics import Square, exact_products, wide
-from hushgrad.types import Params, Refused
+from hushgrad.types import Params, PerSample, Refused
 
 UseKey = tuple[int, ...]
 Factors = Mapping[str, Mapping[UseKey, Use]]
@@ -26,11 +27,25 @@ Factors = Mapping[str, Mapping[UseKey, Use]]
 _NONE: Mapping[str, Rough] = {}
 
 
+@final
 class Gradients:
     """Per-sample gradients in factored form, and the losses that they are gradients of.
 
     Guarantees: `sq_norms` is an upper bound, at most 2 % above its estimate, on the squared norm
     of each record's gradient; a record that is not finite has norm inf.
+
+    Args:
+        factors: for each parameter the factors of its uses, by call site.
+        params: the parameters by name, for their shapes.
+        losses: one for each record.
+        slots: where the records stand among the factors' rows; `in_turn(n)` if each is one.
+        rough: norms that were computed already, by parameter.
+
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> each = Dense(torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+    >>> gradients = Gradients({"p": {(0,): each}}, {"p": p}, torch.zeros(2), in_turn(2))
+    >>> gradients.weighted_sum({"p": torch.tensor([0.5, 2.0])})["p"].tolist()
+    [3.5, 2.0]
     """
 
     def __init__(
@@ -115,6 +130,7 @@ class Gradients:
         with torch.no_grad(), exact_products(self._losses.device):
             largest, uppers, _ = self._measured
             # Padding counts too: a copy has draws of its own.
+            # 0 · nan is not 0: where any row is not finite, rows of weight 0 are masked out.
             finite = math.isfinite(largest) or bool(uppers.isfinite().all())
             # Parameters of one group share their weights, which are spread and looked at once.
             shared = {id(w): w for w in weights.values()}
@@ -152,9 +168,9 @@ class Gradients:
         cut = self._each(lambda factor: factor.at(self._slots.places))
         return Gradients(cut, self._params, self._losses, in_turn(self.batch))
 
-    def __add__(self, other: Gradients) -> Gradients:
+    def __add__(self, other: PerSample) -> Gradients:
         """Add gradients of the same records, for instance at another point."""
-        one, two = _same_records(self, other)
+        one, two = _of_same_records(self, other)
         sides = (one.factors, two.factors)
         joined = {
             name: {
@@ -180,24 +196,31 @@ def _versions(tensors: list[Tensor]) -> list[int]:
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
-def difference(new: Gradients, old: Gradients) -> Gradients:
-    """Per-sample differences of gradients at two points, without subtracting large numbers.
+def difference(new: PerSample, old: PerSample) -> Gradients:
+    """Subtract per-sample gradients at two iterates, without subtracting large numbers.
 
     Uses pair by call site: `b'(x)a' - b(x)a = b'(x)(a'-a) + (b'-b)(x)a`. Where the two passes do
     not pair, both gradients are written out and subtracted.
 
+    Args:
+        new, old: gradients of the same records and parameters, in any form but `recomputed`.
+
+    Raises:
+        Refused: if one of them holds no factors.
+        ValueError: if they are of other records or parameters.
+
     Reference: the recursive estimators of STORM and DP-SRM need it at every step.
     """
-    new, old = _same_records(new, old)
+    one, other = _of_same_records(new, old)
     paired = {
-        name: _subtracted(new, old, name) if pairs is None else pairs
-        for name in new.factors
-        for pairs in [_paired(new.factors[name], old.factors[name])]
+        name: _subtract(one, other, name) if pairs is None else pairs
+        for name in one.factors
+        for pairs in [_pair(one.factors[name], other.factors[name])]
     }
-    return Gradients(paired, new._params, new._losses - old._losses, new._slots)
+    return Gradients(paired, one._params, one._losses - other._losses, one._slots)
 
 
-def _paired(new: Mapping[UseKey, Use], old: Mapping[UseKey, Use]) -> dict[UseKey, Use] | None:
+def _pair(new: Mapping[UseKey, Use], old: Mapping[UseKey, Use]) -> dict[UseKey, Use] | None:
     if new.keys() != old.keys():
         return None
     pairs: dict[UseKey, Use] = {}
@@ -220,6 +243,7 @@ def _difference_of_uses(new: Use, old: Use) -> Use | None:
 
 def _difference(new: Factor, old: Factor) -> Factor | None:
     if isinstance(new, Outer) and isinstance(old, Outer) and new.a.shape == old.a.shape:
+        # Twice the positions, and no large numbers that cancel: both parts are small.
         a = torch.cat([new.a - old.a, old.a], 1)
         return Outer(a, torch.cat([new.b, new.b - old.b], 1))
     if isinstance(new, OneHot) and isinstance(old, OneHot) and torch.equal(new.index, old.index):
@@ -229,7 +253,7 @@ def _difference(new: Factor, old: Factor) -> Factor | None:
     return None
 
 
-def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[UseKey, Use]:
+def _subtract(new: Gradients, old: Gradients, name: str) -> dict[UseKey, Use]:
     shape = new._params[name].shape
     total = torch.zeros((), device=new.losses.device)
     for sign, factors in ((1.0, new.factors[name]), (-1.0, old.factors[name])):
@@ -238,8 +262,23 @@ def _subtracted(new: Gradients, old: Gradients, name: str) -> dict[UseKey, Use]:
     return {(0,): Dense(total)} if total.dim() else {}
 
 
-def _same_records(one: Gradients, other: Gradients) -> tuple[Gradients, Gradients]:
+def require_factors(gradients: PerSample) -> Gradients:
+    """Return the same gradients, typed as those that hold factors.
+
+    Raises:
+        Refused: if they do not, as those of the form `recomputed`, which are summed once.
+    """
+    if isinstance(gradients, Gradients):
+        return gradients
+    raise Refused(
+        "expected gradients in factored form, got some that hold no factors, so they cannot be "
+        "added, subtracted or split up; use form=traced"
+    )
+
+
+def _of_same_records(first: PerSample, second: PerSample) -> tuple[Gradients, Gradients]:
     """Both in the batch's order, unless their records stand at the same places."""
+    one, other = require_factors(first), require_factors(second)
     one.require_unwritten()
     other.require_unwritten()
     if one.batch != other.batch or one._params.keys() != other._params.keys():

@@ -41,6 +41,7 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
     cover `square_norms`, which takes over at t = 1); products that underflow add at most the
     smallest normal number for each column.
     """
+    # Most layers of most models: then the square is a product of two, and nothing cancels.
     if len(factors) == 1 and isinstance(factors[0], Outer) and factors[0].positions == 1:
         return _outer_product_square(factors[0])
     chunk = _chunk(sum(factor.positions for factor in factors))
@@ -48,18 +49,22 @@ def gram_square(factors: tuple[Outer | OneHot, ...]) -> Rough:
     columns = 0
     for i, factor in enumerate(factors):
         left, right = _grams(factor, chunk)
+        # Σ_st <a_s, a_t><b_s, b_t>, the square of Σ_t b_t ⊗ a_t without its matrix.
         term = (left * right).sum((1, 2))
         a, b = (gram.diagonal(dim1=1, dim2=2).clamp_min(0) for gram in (left, right))
         d, p, tiny = width_of(factor), factor.b.shape[-1], smallest_normal(factor.b.dtype)
+        # Rounded up: a length that underflows to zero would hide what its products have lost.
         a, b = (a + d * tiny).sqrt(), (b + p * tiny).sqrt()
         size, top = (a * b).sum(1), torch.maximum(a, b).sum(1)
         flushed = tiny * (d * b.sum(1).square() + p * a.sum(1).square())
+        # A parameter that is used twice has mixed terms, each once above and once below.
         for other in factors[:i]:
             term = term + 2 * _cross(other, factor, chunk)
         estimate = term if estimate is None else estimate + term
         length = size if length is None else length + size
         lost = flushed if lost is None else lost + flushed
         largest = top if largest is None else torch.maximum(largest, top)
+        # 18: the 2 of the bound above, and the 16 that cover `square_norms`.
         columns = max(columns, min(chunk, d) + min(chunk, p) + 18)
     assert estimate is not None and length is not None
     assert lost is not None and largest is not None
@@ -73,6 +78,7 @@ def exact_where_zero(rough: Rough, factors: tuple[Outer | OneHot, ...]) -> Rough
     """A gradient that is zero exactly has no slack."""
     if bool(rough.estimate.all()):
         return rough
+    # Only a product with an exact zero on either side is zero without rounding.
     gone = torch.stack([_is_zero(factor) for factor in factors]).all(0)
     length = None if rough.length is None else rough.length.masked_fill(gone, 0)
     return rough._replace(slack=rough.slack.masked_fill(gone, 0), length=length)
@@ -108,11 +114,13 @@ def _grams(factor: Outer | OneHot, chunk: int) -> tuple[Tensor, Tensor]:
     right = _gram(factor.b, chunk)
     if isinstance(factor, Outer):
         return _gram(factor.a, chunk), right
+    # Rows of a table are orthogonal unless they are the same row.
     same = factor.index.unsqueeze(1) == factor.index.unsqueeze(2)
     return same.to(torch.float64), right
 
 
 def _gram(x: Tensor, chunk: int) -> Tensor:
+    # One position: its Gram matrix is one number, which other parameters may share.
     if x.shape[1] == 1:
         return norms_of(x).estimate[:, None, None]
     gram: Tensor = _once(lambda x: inner_products(x, x, chunk), x, chunk)
@@ -129,6 +137,7 @@ def _once(function: Callable[[Tensor], Any], x: Tensor, chunk: int) -> Any:
     recent = _recent.get()
     if recent is None:
         return function(x)
+    # By address: views of one tensor are made anew for each parameter that shares it.
     rows = (x.data_ptr(), x.dtype, x.shape, x.stride(), chunk)
     for known, _, result in recent:
         if known == rows:
@@ -164,6 +173,7 @@ def _cross(f: Outer | OneHot, g: Outer | OneHot, chunk: int) -> Tensor:
         same = f.index.unsqueeze(2) == g.index.unsqueeze(1)
         return (inner_products(f.b, g.b, chunk) * same).sum((1, 2))
     if isinstance(f, Outer) and isinstance(g, Outer):
+        # <Σ_s b_s ⊗ a_s, Σ_t b'_t ⊗ a'_t> = Σ_st <a_s, a'_t><b_s, b'_t>.
         left, right = inner_products(f.a, g.a, chunk), inner_products(f.b, g.b, chunk)
         return (left * right).sum((1, 2))
     outer, table = (f, g) if isinstance(f, Outer) else (g, f)

@@ -43,7 +43,7 @@ class Materialised:
         self._shape = shape
         if rough is not None:
             self.rough = rough
-        values = [_shaped(factor.materialised(), shape) for factor in factors]
+        values = [_reshape(factor.materialised(), shape) for factor in factors]
         self._dense = Dense(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
     @property
@@ -87,7 +87,7 @@ class Materialised:
         return dense.weighted_sum(weights, rows)
 
 
-def _shaped(each: Tensor, shape: Shape) -> Tensor:
+def _reshape(each: Tensor, shape: Shape) -> Tensor:
     return each if each.shape[1:] == shape else each.reshape(each.shape[0], *shape)
 
 
@@ -162,7 +162,7 @@ class Gram:
                     part[i] = redone[0]
         doubtful = Square(estimate, slack).loose
         if length is not None:
-            doubtful |= _cancelled(length, estimate) > 0
+            doubtful |= _cancellation(length, estimate) > 0
         fragile = _indices(doubtful)
         for i in fragile:
             exact = square_norms(self._record(i)[None])
@@ -278,14 +278,14 @@ def _most(roughs: list[Rough], estimate: Tensor, slack: Tensor) -> float:
     lengths = [(r.length, r.estimate) for r in roughs if r.length is not None]
     if lengths:
         length, of_them = (torch.stack(parts) for parts in zip(*lengths, strict=True))
-        excess.append(_cancelled(length, of_them).max())
+        excess.append(_cancellation(length, of_them).max())
     largest = [r.largest for r in roughs if r.largest is not None]
     square = torch.stack(largest).max() if largest else estimate.new_zeros(())
     *too_much, found = torch.stack([*excess, square]).tolist()
     return math.sqrt(found) if all(x <= 0 for x in too_much) else math.inf
 
 
-def _cancelled(length: Tensor, estimate: Tensor) -> Tensor:
+def _cancellation(length: Tensor, estimate: Tensor) -> Tensor:
     """Above 0 where factors cancel."""
     return torch.sub(length.square(), estimate, alpha=_LARGEST_CANCELLATION**2)
 

@@ -275,6 +275,7 @@ def _mask(x: Tensor, keep: Tensor) -> Tensor:
 def merge(factors: tuple[Factor, ...]) -> list[Factor]:
     """Join factors of one kind: outer products and look-ups along t, dense ones by adding."""
     joined: list[Factor] = []
+    # The widest type of all: a factor in bfloat16 beside one in float32 loses nothing.
     dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in factors))
     factors = tuple(factor if factor.dtype == dtype else factor.to(dtype) for factor in factors)
     outers = [f for f in factors if isinstance(f, Outer)]

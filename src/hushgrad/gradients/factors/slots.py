@@ -34,10 +34,11 @@ class Slots:
     places: Places
     period: int = 1
 
-    def filled(self, batch: Batch) -> Batch:
+    def fill(self, batch: Batch) -> Batch:
         """The rows of the pass."""
         if isinstance(self.places, slice):
             return pad(batch, self.records, self.rows)
+        # The first record fills the gaps: a real one, so that no kernel meets unusual values.
         source = torch.zeros(self.rows, dtype=torch.long)
         source[self.places] = torch.arange(self.records)
         return take(batch, source.numpy())
@@ -103,10 +104,10 @@ def draw_slots(records: int, multiple: int, period: int) -> Slots:
     """
     if period == 1:
         return in_turn(records, padded_size(records, multiple))
-    return arranged(torch.randint(period, (records,)), multiple, period)
+    return arrange(torch.randint(period, (records,)), multiple, period)
 
 
-def arranged(residues: Int64[Tensor, " records"], multiple: int, period: int) -> Slots:
+def arrange(residues: Int64[Tensor, " records"], multiple: int, period: int) -> Slots:
     """Records in the first places that are free for what they have drawn."""
     counts = torch.bincount(residues, minlength=period)
     order = residues.argsort(stable=True)

@@ -9,32 +9,42 @@ from hushgrad.gradients.comparison import Precision
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import Slots
 from hushgrad.gradients.forms.compiled import Compiled
-from hushgrad.gradients.forms.dense import dense as _dense
-from hushgrad.gradients.forms.loop import loop as _loop
+from hushgrad.gradients.forms.dense import vectorise
+from hushgrad.gradients.forms.loop import run_each
 from hushgrad.gradients.forms.recomputed import Recomputed
 from hushgrad.gradients.forms.traced import trace
 from hushgrad.gradients.objective import Objective
-from hushgrad.gradients.tracing.call_sites import Replaying, Site
+from hushgrad.gradients.tracing.call_sites import Replaying
 from hushgrad.types import Batch
 
-RunForm = Callable[[Objective, Batch, Slots, tuple[Site, ...]], Gradients]
-"""`run(objective, rows, slots, sites)`: a batch's records stand in their slots among the rows."""
+AnyGradients = Gradients | Recomputed
+"""What a form returns: gradients in factored form, or those of which only the norms are held."""
+
+RunForm = Callable[[Objective, Batch, Slots, Replaying], AnyGradients]
+"""`run(objective, rows, slots, guide)`: a batch's records stand in their slots among the rows, and
+the guide follows the certified call sites of a pass over so many rows."""
 
 
 @dataclass(frozen=True)
 class Form:
     """A way to per-sample gradients.
 
-    A form that compiles makes programs, one for each number of records, and proves them itself to
-    a precision; `compiles(precision)` is then the run of one certificate.
+    Args:
+        name: as it is printed.
+        run: the function that takes them.
+        replays: does it follow the call sites that were certified?
+        alone: does each record run by itself, so that no other can move its last bits?
+        compiles: of a form that makes programs, one for each number of records, and proves them
+            itself to a precision: `compiles(precision)` is the run of one certificate.
+
+    >>> traced, traced.replays, loop.alone
+    (traced, True, True)
     """
 
     name: str
     run: RunForm
-    replays: bool = False  # does it follow the call sites that were certified?
-    alone: bool = (
-        False  # does each record run by itself, so that no other record can move its last bits?
-    )
+    replays: bool = False
+    alone: bool = False
     compiles: Callable[[Precision], RunForm] | None = None
 
     def start(self, precision: Precision) -> RunForm:
@@ -45,40 +55,19 @@ class Form:
         return self.name
 
 
-def _run_traced(
-    objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
-) -> Gradients:
-    return trace(objective.loss, objective.params, batch, slots, Replaying(sites, slots.rows))
-
-
-def _run_recomputed(
-    objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
-) -> Gradients:
-    return Recomputed(objective, batch, slots, Replaying(sites, slots.rows))
-
-
-traced = Form("traced", _run_traced, replays=True)
+traced = Form("traced", trace, replays=True)
 """One forward and one backward pass; gradients stay in factored form."""
 
-recomputed = Form("recomputed", _run_recomputed, replays=True)
+recomputed = Form("recomputed", Recomputed, replays=True)
 """One forward and two backward passes; the factors of one parameter are held at a time."""
 
-compiled = Form("compiled", _run_traced, replays=True, compiles=Compiled)
+compiled = Form("compiled", trace, replays=True, compiles=Compiled)
 """As `traced`, recorded and compiled; it takes what `torch.compile` captures in one piece."""
 
-
-def _run_dense(objective: Objective, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
-    return _dense(objective, batch, slots)
-
-
-def _run_loop(objective: Objective, batch: Batch, slots: Slots, _: tuple[Site, ...]) -> Gradients:
-    return _loop(objective, batch, slots.records)
-
-
-dense = Form("dense", _run_dense)
+dense = Form("dense", vectorise)
 """`torch.func.vmap(grad)`: any model that is a pure function of one record."""
 
-loop = Form("loop", _run_loop, alone=True)
+loop = Form("loop", run_each, alone=True)
 """One record at a time."""
 
 auto = (traced, dense, loop)

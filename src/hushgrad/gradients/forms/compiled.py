@@ -15,7 +15,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -32,11 +32,10 @@ from hushgrad.gradients.factors.held import Stacked
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.traced import trace
-from hushgrad.gradients.guards import same_bits
 from hushgrad.gradients.objective import Objective
-from hushgrad.gradients.probes import beside_others, replaced
+from hushgrad.gradients.probes import beside_others, replaced_places
 from hushgrad.gradients.tracing.call_sites import Replaying, Site, Unforeseen
-from hushgrad.numerics import exact_products
+from hushgrad.numerics import exact_products, same_bits
 from hushgrad.types import Batch, Loss, NotCovered, Params, Refused
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ _MOST_CHANGES = 8  # programs besides one for each number of records
 class _Pass:
     """One run through `torch.compile`, and what came of it."""
 
-    params: Params
+    objective: Objective
     slots: Slots
     sites: tuple[Site, ...]
     gradients: Gradients | None = None
@@ -64,17 +63,17 @@ class Compiled:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._code: CodeType | None = None
-        self._backend = self._recorded  # one object, by which torch.compile knows its own
+        self._backend = self._record_graph  # one object, by which torch.compile knows its own
         self._current: _Pass | None = None
         self._sizes: set[int] = set()
         self._steps = 0
 
     def __call__(
-        self, objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
+        self, objective: Objective, batch: Batch, slots: Slots, guide: Replaying
     ) -> Gradients:
         if objective.free_buffers:
             raise NotCovered("it moves buffers of the model")
-        draws = _Draws()
+        draws, sites = _Draws(), guide.certified
         gradients, program = self._run(objective, batch, slots, sites)
         self._steps += 1
         if not program.proved or self._steps & (self._steps - 1) == 0:  # and at 1, 2, 4, 8 ...
@@ -88,10 +87,10 @@ class Compiled:
     def _run(
         self, objective: Objective, batch: Batch, slots: Slots, sites: tuple[Site, ...]
     ) -> tuple[Gradients, _Program]:
-        self._current = current = _Pass(objective.params, slots, sites)
+        self._current = current = _Pass(objective, slots, sites)
         try:
             with torch.enable_grad(), self._guards():
-                self._captured(objective.loss)(batch)
+                self._capture(objective.loss)(batch)
         except (Refused, Unforeseen):
             raise
         except Exception as error:
@@ -114,7 +113,7 @@ class Compiled:
             skip_nnmodule_hook_guards=False, recompile_limit=_MOST_CHANGES + len(self._sizes)
         )
 
-    def _captured(self, loss: Loss) -> Callable[[Batch], Tensor]:
+    def _capture(self, loss: Loss) -> Callable[[Batch], Tensor]:
         """The loss for `torch.compile`, which remembers what it compiled by a function's code.
 
         A copy of the code goes with this certificate, so that a lambda made anew at each step is
@@ -131,7 +130,7 @@ class Compiled:
         )
         return function
 
-    def _recorded(self, graph: fx.GraphModule, _: Any) -> Callable[..., tuple[Tensor, ...]]:
+    def _record_graph(self, graph: fx.GraphModule, _: Any) -> Callable[..., tuple[Tensor, ...]]:
         """What `torch.compile` runs in the place of a graph that it captured."""
         program: _Program | None = None
 
@@ -164,15 +163,13 @@ class Compiled:
 
         own = run(batch, rows)
         drew = draws.again()
-        traced = trace(
-            objective.loss, objective.params, batch, in_turn(rows), Replaying(sites, rows)
-        )
+        traced = trace(objective, batch, in_turn(rows), Replaying(sites, rows))
         if not _norms_are_of_the_factors(own, objective.params):
             raise NotCovered("the compiled program's norms are not those of its factors")
         wrong = apart(own, traced, self._precision)
         if wrong:
             raise NotCovered(f"of the compiled program {differs(wrong, 'from the traced pass')}")
-        places = replaced(rows)
+        places = replaced_places(rows)
         mixed = run(beside_others(batch, places, loud=False), rows)
         if not _same_bits(own, mixed, (~places).nonzero().flatten().tolist()):
             raise NotCovered("in the compiled program a record's bits depend on other records")
@@ -261,9 +258,10 @@ class _Program:
     proved: bool = False
 
     def run(self, inputs: tuple[Any, ...], current: _Pass) -> tuple[Tensor, Gradients]:
-        with torch.no_grad(), exact_products(next(iter(current.params.values())).device):
+        params = current.objective.params
+        with torch.no_grad(), exact_products(next(iter(params.values())).device):
             losses, *tensors = self.code(*inputs)
-        factors: dict[str, dict[UseKey, Use]] = {name: {} for name in current.params}
+        factors: dict[str, dict[UseKey, Use]] = {name: {} for name in params}
         known: dict[str, Rough] = {}
         outputs = iter(tensors)
         for held in self.layout:
@@ -271,7 +269,7 @@ class _Program:
             if rough is not None:
                 known[held.name] = rough
         own = current.slots.of_records(losses)
-        return losses, Gradients(factors, current.params, own, current.slots, known)
+        return losses, Gradients(factors, params, own, current.slots, known)
 
 
 def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], current: _Pass) -> _Program:
@@ -280,13 +278,12 @@ def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], current: _Pass) -> _
 
     def whole(*inputs: Any) -> tuple[Tensor, ...]:
         gradients = trace(
-            lambda _: _only(graph(*inputs)),
-            current.params,
+            replace(current.objective, loss=lambda _: _only(graph(*inputs))),
             [x for x in inputs if isinstance(x, Tensor) and not x.requires_grad],
             in_turn(current.slots.rows),
             Replaying(current.sites, current.slots.rows),
         )
-        layout[:], tensors = _measured(gradients, current.params)
+        layout[:], tensors = _measure_all(gradients, current.objective.params)
         return (gradients.losses, *tensors)
 
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -302,7 +299,7 @@ def _only(outputs: tuple[Any, ...]) -> Tensor:
     return loss
 
 
-def _measured(gradients: Gradients, params: Params) -> tuple[list[_Held], list[Tensor]]:
+def _measure_all(gradients: Gradients, params: Params) -> tuple[list[_Held], list[Tensor]]:
     """Settle every gradient and take its rough norms, as tensors and how to put them together."""
     layout: list[_Held] = []
     tensors: list[Tensor] = []

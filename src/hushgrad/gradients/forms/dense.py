@@ -13,8 +13,9 @@ from hushgrad.batches import records
 from hushgrad.gradients.factors.gradients import Factors, Gradients
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.factors.slots import Slots
-from hushgrad.gradients.forms.traced import checked_losses
+from hushgrad.gradients.forms.traced import require_losses
 from hushgrad.gradients.objective import Objective
+from hushgrad.gradients.tracing.call_sites import Replaying
 from hushgrad.gradients.tracing.calls import map_in
 from hushgrad.numerics import wide
 from hushgrad.types import Batch, Params
@@ -22,16 +23,17 @@ from hushgrad.types import Batch, Params
 _CHUNK_BYTES = 2**28  # the gradients of the records that are worked on at once
 
 
-def dense(objective: Objective, batch: Batch, slots: Slots) -> Gradients:
-    """Per-sample gradients by vectorising the gradient of one record's loss."""
+def vectorise(objective: Objective, batch: Batch, slots: Slots, _: Replaying) -> Gradients:
+    """Take gradients by vectorising the gradient of one record's loss; no call is followed."""
     params = objective.params
     leaves = records.tensors(batch)
 
     def one(values: dict[str, Tensor], *record: Tensor) -> tuple[Tensor, Tensor]:
         parts = iter(record)
         alone = records.map_tensors(lambda _: next(parts).unsqueeze(0), batch)
-        with _standing_in(params, values), _own_buffers(objective):
-            value = checked_losses(objective.loss(alone), 1)[0]
+        # vmap gives one record's values; the loss still reads the module's own parameters.
+        with _substitute(params, values), _lend_buffers(objective):
+            value = require_losses(objective.loss(alone), 1)[0]
         return value, value.detach()
 
     gradient = torch.func.grad(one, has_aux=True)
@@ -54,7 +56,7 @@ def _chunk(params: Params) -> int:
 
 
 @contextmanager
-def _own_buffers(objective: Objective) -> Iterator[None]:
+def _lend_buffers(objective: Objective) -> Iterator[None]:
     """Give the pass copies of the buffers that it may write: vmap lets it write nothing else."""
     owners = [m for module in objective.modules for m in module.modules()]
     before = [dict(owner._buffers) for owner in owners if objective.free_buffers]
@@ -70,7 +72,7 @@ def _own_buffers(objective: Objective) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(params: Params, values: dict[str, Tensor]) -> Iterator[None]:
+def _substitute(params: Params, values: dict[str, Tensor]) -> Iterator[None]:
     """Let `values` stand in for the parameters in every operation that consumes one."""
     stand_in = {id(p): values[name] for name, p in params.items()}
 

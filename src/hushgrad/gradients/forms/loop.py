@@ -11,20 +11,21 @@ from torch import Tensor
 from hushgrad.batches import records
 from hushgrad.gradients.factors.gradients import Factors, Gradients
 from hushgrad.gradients.factors.kinds import Dense
-from hushgrad.gradients.factors.slots import in_turn
-from hushgrad.gradients.forms.traced import checked_losses
+from hushgrad.gradients.factors.slots import Slots, in_turn
+from hushgrad.gradients.forms.traced import require_losses
 from hushgrad.gradients.guards import refuse_kept, refuse_strangers
 from hushgrad.gradients.objective import Objective
+from hushgrad.gradients.tracing.call_sites import Replaying
 from hushgrad.numerics import wide
 from hushgrad.types import Batch, Loss, Params
 
 
-def loop(objective: Objective, batch: Batch, size: int) -> Gradients:
-    """Per-sample gradients, each from a forward and backward pass of its own."""
+def run_each(objective: Objective, batch: Batch, slots: Slots, _: Replaying) -> Gradients:
+    """Take each gradient by a forward and backward pass of its own; no call is followed."""
     params, losses, gradients = objective.params, [], []
-    for i in range(size):  # each alone: padding would change nothing
+    for i in range(slots.records):  # each alone: padding would change nothing
         record = records.cut(batch, i, i + 1)
-        with objective.rewound():
+        with objective.rewind_buffers():
             value, gradient = one_record(objective.loss, params, record, copies=1)
         losses.append(value)
         gradients.append(gradient)
@@ -32,7 +33,7 @@ def loop(objective: Objective, batch: Batch, size: int) -> Gradients:
         name: {(0,): Dense(torch.stack([_or_zero(gradient[name], p) for gradient in gradients]))}
         for name, p in params.items()
     }
-    return Gradients(factors, params, torch.stack(losses), in_turn(size))
+    return Gradients(factors, params, torch.stack(losses), in_turn(slots.records))
 
 
 def one_record(
@@ -43,9 +44,10 @@ def one_record(
     Without a backward pass there are no gradients.
     """
     batch = records.take(record, [0] * copies) if copies > 1 else record
-    with torch.enable_grad(), _own_gradients(params):
-        losses = checked_losses(loss(batch), copies)
+    with torch.enable_grad(), _lend_gradients(params):
+        losses = require_losses(loss(batch), copies)
         others = refuse_strangers(losses, params, (*params.values(), *records.tensors(batch)))
+        # The first of the copies alone: its gradient is the record's.
         if backward and losses.requires_grad:
             losses[0].backward()
         found = {name: p.grad for name, p in params.items()}
@@ -61,7 +63,7 @@ def _or_zero(gradient: Tensor | None, p: Tensor) -> Tensor:
 
 
 @contextmanager
-def _own_gradients(params: Params) -> Iterator[None]:
+def _lend_gradients(params: Params) -> Iterator[None]:
     """Lend `.grad` to a pass. Checkpointing's older kind knows no other way to ask for one."""
     before = {name: p.grad for name, p in params.items()}
     try:

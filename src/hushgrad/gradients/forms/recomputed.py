@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -20,40 +21,46 @@ from torch import Tensor
 
 from hushgrad.batches import records
 from hushgrad.gradients.factors.choice import settle
-from hushgrad.gradients.factors.gradients import Factors, Gradients, UseKey
+from hushgrad.gradients.factors.gradients import Gradients, UseKey, require_factors
 from hushgrad.gradients.factors.held import Gradient, Known
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots
 from hushgrad.gradients.factors.sums import Extent, Summation, rows_within
-from hushgrad.gradients.forms.traced import checked_losses
-from hushgrad.gradients.guards import guarded, refuse_kept, refuse_strangers
+from hushgrad.gradients.forms.traced import require_losses
+from hushgrad.gradients.guards import refuse_kept, refuse_strangers
 from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.tracing.call_sites import Replaying
 from hushgrad.gradients.tracing.rules import RULES
 from hushgrad.gradients.tracing.tape import HandOver, Tape
 from hushgrad.numerics import Square, exact_products, wide
-from hushgrad.types import Batch, EagerWeights, Refused
+from hushgrad.types import Batch, EagerWeights, PerSample, Refused
 
 _SMALL_GROUP = 8  # parameters, as a recurrent layer may have
 
 
-class Recomputed(Gradients):
+@final
+class Recomputed:
     """Per-sample gradients of which only the norms are held; they can be summed once.
 
-    Guarantees: as `Gradients`; the sum is taken from the factors that the norms were taken from,
-    with the weights that are asked for up to 2⁻⁴⁰ of them.
+    A `PerSample` like any other, but without factors: it cannot be added to others or subtracted.
+
+    Guarantees: the norms are those that `Gradients` would have; the sum is taken from the factors
+    that the norms were taken from, with the weights that are asked for up to 2⁻⁴⁰ of them.
     """
 
     def __init__(self, objective: Objective, batch: Batch, slots: Slots, guide: Replaying) -> None:
-        self._subject, self._params = objective, objective.params
+        self._objective, self._params = objective, objective.params
         self._slots, self._guide, self._scale = slots, guide, 1.0
+        self.form = ""  # the form that they were taken in, where there is one
         self._tape = tape = Tape(objective.params, slots.rows, guide, RULES)
-        with torch.enable_grad(), tape.watching():
-            losses = checked_losses(objective.loss(batch), slots.rows)
+        with torch.enable_grad(), tape.intercept():
+            losses = require_losses(objective.loss(batch), slots.rows)
             known = (tape.token, *records.tensors(batch))
             self._others = refuse_strangers(losses, objective.params, known)
+        # None once they were summed: the second backward pass frees the graph.
         self._graph: Tensor | None = losses
         self._losses = slots.of_records(losses.detach())
+        # Each backward pass ends the guide anew from where the forward pass left it.
         self._position = guide.position
         self._all: dict[str, Square] = {}
         self._known: dict[str, Known] = {}
@@ -64,6 +71,22 @@ class Recomputed(Gradients):
         self._pass_back(self._measure, again=True)
         while self._waiting:  # for others of their group, which are on no path
             self._sum_ahead(next(iter(self._waiting)), self._foreseen)
+
+    @property
+    def losses(self) -> Float[Tensor, " batch"]:
+        """Each record's loss, at the parameters that the pass was made with."""
+        return self._losses
+
+    @property
+    def batch(self) -> int:
+        """How many records there are, padding aside."""
+        return len(self._losses)
+
+    def held(self) -> list[Tensor]:
+        """The tensors of factors that are held: none."""
+        return []
+
+    # --- the first pass back: norms, and sums by weights that are foreseen ---
 
     def _measure(self, name: str, uses: dict[UseKey, Use]) -> None:
         gradient = settle(tuple(uses.values()), tuple(self._params[name].shape))
@@ -84,6 +107,7 @@ class Recomputed(Gradients):
         spread = self._slots.of_rows(weights)
         with torch.no_grad(), exact_products(weights.device):
             there = {n: self._waiting.pop(n) for n in group if n in self._waiting}
+            # The groups' errors are orthogonal: each gets its share of the squared tolerance.
             rows = rows_within(
                 {n: self._extents[n] for n in there},
                 dict.fromkeys(there, spread),
@@ -101,7 +125,7 @@ class Recomputed(Gradients):
                 "it; take them again, or use form=traced"
             )
         guide.position = self._position
-        with torch.enable_grad(), tape.watching(), tape.handing_over(hand_over):
+        with torch.enable_grad(), tape.intercept(), tape.hand_uses_to(hand_over):
             if graph.requires_grad:
                 graph.backward(torch.ones_like(graph), retain_graph=again)
             guide.finish()
@@ -110,6 +134,8 @@ class Recomputed(Gradients):
             for name, uses in late.items():
                 if uses:
                     hand_over(name, dict(uses))
+
+    # --- norms ---
 
     @property
     def squares(self) -> dict[str, Square]:
@@ -126,15 +152,23 @@ class Recomputed(Gradients):
         }
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
+        """An upper bound on each record's squared norm, for each parameter."""
         return {name: square.upper for name, square in self.squares.items()}
+
+    # --- the sum, by a second pass back where no weights were foreseen ---
 
     def weighted_sum(
         self, weights: Mapping[str, Float[Tensor, " batch"]], *, within: float = math.inf
     ) -> dict[str, Tensor]:
+        """Sum the records' gradients with these weights; once, since it frees the graph.
+
+        Raises:
+            Refused: if they were summed before.
+        """
         ahead, allowed = self._ahead, within / abs(self._scale) if self._scale else math.inf
         exact = self._foreseen is not None and self._foreseen.within <= allowed
-        right = exact and all(n in ahead and _alike(weights[n], ahead[n][0]) for n in self._all)
-        sums = {n: ahead[n][1] for n in self._all} if right else self._again(weights, allowed)
+        right = exact and all(n in ahead and _are_close(weights[n], ahead[n][0]) for n in self._all)
+        sums = {n: ahead[n][1] for n in self._all} if right else self._sum_again(weights, allowed)
         self._graph, self._ahead = None, {}
         refuse_kept(self._others)
         if self._scale != 1:
@@ -144,7 +178,7 @@ class Recomputed(Gradients):
             for name, p in self._params.items()
         }
 
-    def _again(
+    def _sum_again(
         self, weights: Mapping[str, Float[Tensor, " batch"]], within: float
     ) -> dict[str, Tensor]:
         """The sums by a second pass."""
@@ -160,8 +194,7 @@ class Recomputed(Gradients):
             how = Summation(None if finite else own[name] != 0, False, rows[name])
             sums[name] = gradient.weighted_sum(own[name], how)
 
-        objective = self._subject
-        with guarded(objective.params, objective.modules, objective.free_buffers):
+        with self._objective.guard_pass():
             self._pass_back(add, again=False)
         return sums
 
@@ -170,12 +203,9 @@ class Recomputed(Gradients):
         scaled._scale, scaled._losses = factor * self._scale, factor * self._losses
         return scaled
 
-    @property
-    def factors(self) -> Factors:  # type: ignore[override]
-        raise Refused(
-            "gradients of the form recomputed hold no factors, so they cannot be added or "
-            "subtracted; use form=traced"
-        )
+    def __add__(self, other: PerSample) -> Gradients:
+        """Refuse: there are no factors to put beside another's."""
+        return require_factors(self) + other
 
 
 def _worth_it(foreseen: EagerWeights | None) -> EagerWeights | None:
@@ -184,7 +214,7 @@ def _worth_it(foreseen: EagerWeights | None) -> EagerWeights | None:
     return foreseen if small else None
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_close(one: Tensor, other: Tensor) -> bool:
     # A rule clamps all groups together, which may round where one group alone does not.
     return torch.allclose(one, other, rtol=2.0**-40, atol=0.0)
 

@@ -9,40 +9,45 @@ from hushgrad.batches import records
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import Slots
 from hushgrad.gradients.guards import refuse_kept, refuse_strangers
+from hushgrad.gradients.objective import Objective
 from hushgrad.gradients.tracing.call_sites import Guide, Replaying
 from hushgrad.gradients.tracing.rules import RULES
 from hushgrad.gradients.tracing.tape import Tape
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.types import Batch, Refused
 
 
-def trace(loss: Loss, params: Params, batch: Batch, slots: Slots, guide: Guide) -> Gradients:
-    """One forward and one backward pass over the rows of a batch's slots."""
+def trace(objective: Objective, batch: Batch, slots: Slots, guide: Guide) -> Gradients:
+    """Take gradients by one forward and one backward pass over the rows of a batch's slots."""
+    params = objective.params
     tape = Tape(params, slots.rows, guide, RULES)
-    with torch.enable_grad(), tape.watching():
-        losses = checked_losses(loss(batch), slots.rows)
+    with torch.enable_grad(), tape.intercept():
+        losses = require_losses(objective.loss(batch), slots.rows)
+        # Before the backward pass, which would write the gradients of strangers.
         others = refuse_strangers(losses, params, (tape.token, *records.tensors(batch)))
         if losses.requires_grad:
             losses.backward(torch.ones_like(losses))
         if isinstance(guide, Replaying):
+            # A pass that ends early has left a use out, and its gradient would be too small.
             guide.finish()
         factors = tape.finish()
     losses = losses.detach()  # which frees the graph
+    # Activations die with the graph; a tensor that lives on is trained by somebody.
     refuse_kept(others)
     return Gradients(factors, params, slots.of_records(losses), slots)
 
 
-def checked_losses(losses: object, batch: int) -> Tensor:
+def require_losses(losses: object, batch: int) -> Tensor:
     """Require one loss for each record."""
     if isinstance(losses, Tensor) and losses.shape == (batch,) and losses.is_floating_point():
         return losses
     raise Refused(
         "expected one loss for each record, a tensor of one dimension as long as the batch, got "
-        f"{_described(losses, batch)}; use reduction='none' and reduce each record's own "
+        f"{_description_of(losses, batch)}; use reduction='none' and reduce each record's own "
         "dimensions only"
     )
 
 
-def _described(losses: object, batch: int) -> str:
+def _description_of(losses: object, batch: int) -> str:
     """In words without a number of records, which is private."""
     if not isinstance(losses, Tensor):
         return f"a {type(losses).__name__}"

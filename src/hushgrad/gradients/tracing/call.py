@@ -25,7 +25,7 @@ out first and pulled through the function's own graph."""
 class Operands(Protocol):
     """What a rule may ask of the pass that its call belongs to."""
 
-    operands: tuple[Any, ...]
+    kinds: tuple[Any, ...]
 
     def value(self, operand: Tensor) -> Tensor:
         """The operand as a plain tensor without a graph."""
@@ -33,19 +33,32 @@ class Operands(Protocol):
 
 @dataclass
 class Call:
-    """One intercepted operation on a batch, as its rule sees it."""
+    """One intercepted operation on a batch, as its rule sees it; `gradients.rule` has an example.
 
-    tape: Operands
-    function: Callable[..., Any]  # a rule may put one in its place that gives the same result
+    Args:
+        operands: the private parameters of the pass, and functions of them.
+        function: what will run; a rule may put a function in its place that gives the same result.
+        batch: how many rows there are, one for each record.
+        arguments: as the operation was called, by position and by name.
+        places: for each tensor without a private parameter, where its records are.
+    """
+
+    operands: Operands
+    function: Callable[..., Any]
     batch: int
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]
     output: Place = field(init=False)
-    runs_again: bool = False  # set by the rule that repeats the operation on the way back
+    # Is the operation known to draw nothing, and to return a tensor of its own? Set by the rules.
+    trusted: bool = True
 
     def private(self, x: Any) -> bool:
         """Is this argument a private parameter, or a function of some?"""
-        return type(x) in self.tape.operands
+        return type(x) in self.operands.kinds
+
+    def value(self, operand: Tensor) -> Tensor:
+        """A private argument as a plain tensor without a graph."""
+        return self.operands.value(operand)
 
     def layout(self, x: Tensor) -> Layout | None:
         """Where the records are in this argument."""

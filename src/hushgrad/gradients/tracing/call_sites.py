@@ -48,6 +48,7 @@ class Probing:
     sites: list[Site] = field(default_factory=list)
 
     def _place(self, shape: Shape) -> Place:
+        # A site is known by its position in the pass: the same for all probe sizes.
         layout = infer(shape, self.batch, len(self.sites) not in self.records_last)
         return Place(layout, shape if layout is None else layout.without(shape))
 
@@ -66,6 +67,7 @@ class Probing:
     ) -> tuple[Place, ...]:
         """The places of the tensors that come out of it; this ends the call."""
         places = tuple(self._place(shape) for shape in shapes)
+        # Only whole calls are sites: one that was refused between input and output is none.
         self.sites.append(Site(operation, parameters, inputs, places))
         return places
 
@@ -78,7 +80,8 @@ class Replaying:
     batch: int
     position: int = 0
 
-    def _expected(self, operation: str, parameters: tuple[str, ...]) -> Site:
+    def _next_site(self, operation: str, parameters: tuple[str, ...]) -> Site:
+        # Sites come in the order of the calls, so only the next one can fit.
         if self.position < len(self.certified):
             site = self.certified[self.position]
             if (site.operation, site.parameters) == (operation, parameters):
@@ -86,6 +89,7 @@ class Replaying:
         raise Unforeseen(f"{operation} on {', '.join(parameters)}")
 
     def _check(self, places: tuple[Place, ...], shapes: list[Shape], operation: str) -> None:
+        # Another shape may mean another layout, and nobody has seen where its records are.
         if len(places) != len(shapes) or not all(
             place.fits(shape, self.batch) for place, shape in zip(places, shapes, strict=True)
         ):
@@ -94,7 +98,7 @@ class Replaying:
     def inputs(
         self, operation: str, parameters: tuple[str, ...], shapes: list[Shape]
     ) -> tuple[Place, ...]:
-        site = self._expected(operation, parameters)
+        site = self._next_site(operation, parameters)
         self._check(site.inputs, shapes, operation)
         return site.inputs
 
@@ -105,13 +109,14 @@ class Replaying:
         inputs: tuple[Place, ...],
         shapes: list[Shape],
     ) -> tuple[Place, ...]:
-        site = self._expected(operation, parameters)
+        site = self._next_site(operation, parameters)
         self._check(site.outputs, shapes, operation)
         self.position += 1
         return site.outputs
 
     def finish(self) -> None:
         """Raise if the pass ended before the certified sequence did."""
+        # A call that is left out would leave a use of the parameter out of its gradient.
         if self.position != len(self.certified):
             missing = self.certified[self.position]
             raise Unforeseen(f"no {missing.operation} on {', '.join(missing.parameters)}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KERNELS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+KERNELS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def name_of(function: Any) -> str:
     """An operation's name; reading or setting an attribute is `get shape`, `set data`."""
-    if isinstance(function, _KERNELS):
+    if isinstance(function, KERNELS):
         return str(function)  # a kernel of someone's own, with its namespace
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__"):

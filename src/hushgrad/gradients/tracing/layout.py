@@ -28,8 +28,10 @@ class Layout:
     def split(self, x: Tensor, batch: int) -> Tensor:
         """Return `x` as [batch, ...]: each record's part keeps the rank of `x`."""
         if self.share == 1:
+            # The 1 in the place of the records keeps the rank, which rules index from the left.
             front = x.movedim(self.dim, 0) if self.dim else x
             return front.unsqueeze(self.dim + 1)
+        # Flattened: the records and what they share are taken apart again, in either order.
         sizes = (batch, self.share) if self.records_first else (self.share, batch)
         at = self.dim if self.records_first else self.dim + 1
         parts: Tensor = x.unflatten(self.dim, sizes)
@@ -38,6 +40,7 @@ class Layout:
     def rows(self, x: Tensor, batch: int) -> Tensor:
         """Return `x` as [batch, t, last dimension]."""
         each = self.split(x, batch)
+        # Positions of all dimensions between the records and the features count alike.
         return each if each.dim() == 3 else each.flatten(1, -2)
 
     def fits(self, shape: Shape, batch: int) -> bool:
@@ -59,7 +62,9 @@ def infer(shape: Shape, batch: int, records_first: bool = True) -> Layout | None
 
     Only ever used at probe sizes that are prime, and believed only if a second size agrees.
     """
+    # At a prime size no feature dimension is a multiple by accident: `probe_sizes` avoids those.
     found = [dim for dim, size in enumerate(shape) if size and size % batch == 0]
+    # Two candidates cannot be told apart here; another pair of sizes may tell.
     if len(found) > 1:
         raise Ambiguous(f"dimensions {found} of a tensor follow the batch")
     if not found:

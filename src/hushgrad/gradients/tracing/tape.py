@@ -1,9 +1,8 @@
 """The fast path's tape: one forward, one backward, and the factors of every private parameter.
 
-For the duration of a pass each private parameter's class is switched to one whose
-`__torch_function__` hands every operation that consumes it to the tape. The operation runs with
-the parameter detached, and an identity on its output picks up the output's gradient on the way
-back, so autograd never computes the weight gradients that would be thrown away.
+Every operation that consumes a private parameter is handed to the tape (see `operands`). The
+operation runs with the parameter detached, and an identity on its output picks up the output's
+gradient on the way back, so autograd never computes the weight gradients that would be thrown away.
 
 A function of parameters alone (a transpose, a slice, `1 + w`, a normalised weight) is computed
 once, with its own small autograd graph; what reaches it from the records is pulled back through
@@ -13,25 +12,26 @@ factors and is never written out.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hushgrad.gradients.factors.gradients import Factors, UseKey
-from hushgrad.gradients.factors.kinds import Dense, Use
+from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.tracing.call import Back, Call, Emitted, Rules, Saves
 from hushgrad.gradients.tracing.call_sites import Guide, Place
 from hushgrad.gradients.tracing.calls import map_in, name_of, tensors_in, writes_in_place
+from hushgrad.gradients.tracing.operands import PLAIN_TORCH, PassOperands
 from hushgrad.numerics import exact_products, wide
 from hushgrad.types import NotCovered, Params, Refused
 
 HandOver = Callable[[str, dict[UseKey, Use]], None]
 """What is done with a parameter's uses once all of them are there."""
-
-_PLAIN_TORCH = torch._C.DisableTorchFunctionSubclass
 
 # Attributes of a parameter that are parameters again; all others (shape, dtype ...) are facts.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -64,60 +64,45 @@ class Tape:
         self.params, self.batch = params, batch
         self._guide, self._rules = guide, rules
         self.decompositions = rules.decompositions
-        self._name_of = {id(p): name for name, p in params.items()}
         device = next(iter(params.values())).device
+        # A leaf of every tap, so that a model whose inputs need no gradient is passed back through.
         self.token = torch.zeros((), device=device, requires_grad=True)
+        self._operands = PassOperands(params)
         self._calls = 0
         self.factors: dict[str, dict[UseKey, Use]] = {name: {} for name in params}
-        self._leaves: dict[str, Tensor] = {}
-        self._cuts: list[Tensor] = []
-        self._made = 0
         self._due = dict.fromkeys(params, 0)  # the uses of each parameter that are yet to come back
-        self._made_into: set[str] = set()  # the parameters that others were made of
         self._hand_over: HandOver | None = None
         self._handed_over: set[str] = set()
         self._reached: dict[int, tuple[Tensor, list[Use]]] = {}
-        self._private: Any = None  # the class of parameters, while the pass is open
-        self._derived: Any = None  # the class of functions of them, once there is one
-        self.operands: tuple[Any, ...] = ()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Switch the parameters' classes, and give them back whatever happens."""
-        private = _free_class()
-        private.tapes.append(self)
-        self._private, self.operands = private, (private, self._derived)
-        try:
-            for p in self.params.values():
-                p.__class__ = private
-            yield
-        finally:
-            for p in self.params.values():
-                p.__class__ = nn.Parameter
-            # A module may keep a weight that it made, and the next pass takes the class.
-            self._private, self.operands = None, (self._derived,)
-            private.tapes.clear()
-            _free_classes.append(private)
+    def intercept(self) -> AbstractContextManager[None]:
+        """Be handed every operation on a private parameter inside."""
+        return self._operands.intercept(self)
 
     # --- one intercepted call ---
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
+        # A shape or a dtype says nothing of a gradient.
         if name.startswith("get ") and name[4:] not in _VIEW_ATTRIBUTES:
             return function(*args, **kwargs)
         leaves = tensors_in((args, kwargs))
         values = tensors_in(args[:1]) if name in _READS_NO_VALUE else leaves
-        others = [x for x in values if type(x) not in self.operands]
-        tracked = self._private is not None and torch.is_grad_enabled()
+        operands, kinds = self._operands, self._operands.kinds
+        others = [x for x in values if type(x) not in kinds]
+        # Without gradients, or after the pass, a parameter is a tensor like any other.
+        tracked = operands.private is not None and torch.is_grad_enabled()
         if not tracked or len(others) == len(values):
-            return function(*self._plain(args), **self._plain(kwargs))
-        reads = [x for x in leaves if type(x) in self.operands]
+            return function(*operands.plain(args), **operands.plain(kwargs))
+        reads = [x for x in leaves if type(x) in kinds]
         self._refuse_writes(name, reads, args, kwargs)
-        names = tuple(sorted({n for x in reads for n in self._names(x)}))
+        names = tuple(sorted({n for x in reads for n in operands.names(x)}))
         shapes = [tuple(x.shape) for x in others]
         inputs = self._guide.inputs(name, names, shapes) if others else ()
+        # By identity: a rule asks for the layout of the very arguments that it was called with.
         places = {id(x): place for x, place in zip(others, inputs, strict=True)}
-        call = Call(self, function, self.batch, (args, kwargs), places)
+        # Without records among its inputs it is a function of parameters, whatever its output.
+        call = Call(operands, function, self.batch, (args, kwargs), places)
         if any(place.layout for place in inputs):
             return self._on_records(call, name, names, inputs)
         return self._on_parameters(call, name, names, inputs, others)
@@ -126,17 +111,23 @@ class Tape:
         self, call: Call, name: str, names: tuple[str, ...], inputs: tuple[Place, ...]
     ) -> Tensor:
         args, kwargs = call.arguments
+        # The rule comes first: it may put a quicker function in the place of the operation.
         saves = self._rules.on_records(call, name, args, kwargs)
-        before = _random_state(self.token.device) if call.runs_again else None
-        y = call.function(*self._plain(args), **self._plain(kwargs))
-        if before is not None and not torch.equal(before, _random_state(self.token.device)):
-            raise NotCovered(f"no rule for {name}, which draws random numbers; {_REMEDY}")
+        values, named = self._operands.plain(args), self._operands.plain(kwargs)
+        before = None if call.trusted else _random_states(self.token.device)
+        y = call.function(*values, **named)
+        if before is not None and before != _random_states(self.token.device):
+            raise NotCovered(
+                f"no rule can serve {name}, which draws random numbers that it would not see; "
+                f"{_REMEDY}"
+            )
         if not isinstance(y, Tensor):
             raise NotCovered(f"{name} on {', '.join(names)} returns several tensors; {_REMEDY}")
         (call.output,) = self._guide.outputs(name, names, inputs, [tuple(y.shape)])
         self._calls += 1
         if y.is_complex():
             raise NotCovered(f"{name} on {', '.join(names)} returns complex numbers; {_REMEDY}")
+        # An index or a mask has no gradient, so nothing of the parameter comes back by it.
         if not y.is_floating_point():
             return y
         if call.output.layout is None:
@@ -144,7 +135,7 @@ class Tape:
                 f"{name} on {', '.join(names)} turns records into a tensor without "
                 f"records, so samples are mixed; {_MIXING}"
             )
-        if call.runs_again:  # it may keep its result, or return a view of an argument
+        if not call.trusted:  # it may keep its result, or return a view of an argument
             y = y.clone()
         elif y._is_view() and not writes_in_place(name):
             # As of a linear map in three dimensions: autograd would copy a tapped view's gradient.
@@ -160,6 +151,8 @@ class Tape:
         others: list[Tensor],
     ) -> Any:
         """An operation without records: a function of parameters, or its spread over the batch."""
+        # A mean over the batch is such a tensor: it has lost the records, and still depends on
+        # them.
         if any(x.requires_grad for x in others):
             raise NotCovered(
                 f"{name} on {', '.join(names)} takes a tensor that depends on parameters but has "
@@ -169,30 +162,30 @@ class Tape:
         cut = self._rules.cut(call, args, kwargs)
         graph = self._graph(call) if cut is None else cut[0].requires_grad_()
         results = [x for x in tensors_in((graph,)) if x.requires_grad]
+        # Nothing of it needs a gradient: a constant made of parameters that were detached.
         if not results and not others:
             return map_in(lambda x: x.detach(), graph)
         outputs = self._guide.outputs(name, names, inputs, [tuple(x.shape) for x in results])
         self._calls += 1
         if any(place.layout for place in outputs):
+            # It had no records and its result has: the parameter was spread over the batch.
             (call.output,) = outputs
             saves = self._rules.on_spread(call, name, args, kwargs)
             return self._tap(graph.detach().clone(), saves, names)
         if cut is not None:
-            derived = self._wrap(graph, names, cut[1])
-            self._cuts.append(derived)
-            return derived
+            return self._operands.wrap(self, graph, names, cut[1], cut=True)
 
         def wrap(x: Tensor) -> Tensor:
             back = self._rules.back(call, name, x) if x.requires_grad else None
-            return self._wrap(x, names, back) if x.requires_grad else x
+            return self._operands.wrap(self, x, names, back) if x.requires_grad else x
 
         return map_in(wrap, graph)
 
     def _graph(self, call: Call) -> Any:
         # The graph must outlive the pass: checkpointing's hooks would drop what it keeps.
-        args, kwargs = call.arguments
+        (args, kwargs), root = call.arguments, self._operands.root
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return call.function(*map_in(self._root, args), **map_in(self._root, kwargs))
+            return call.function(*map_in(root, args), **map_in(root, kwargs))
 
     def _tap(self, y: Tensor, saves: Saves, names: tuple[str, ...]) -> Tensor:
         kept, emit = saves
@@ -201,65 +194,34 @@ class Tape:
             self._due[name] += 1
 
         def record(gradient: Tensor, *kept: Tensor) -> None:
-            with torch.no_grad(), exact_products(gradient.device), _PLAIN_TORCH():
+            with torch.no_grad(), exact_products(gradient.device), PLAIN_TORCH():
                 emitted = emit(wide(gradient), *(_wide_float(x) for x in kept))
                 for slot, (operand, factor) in enumerate(emitted):
                     self._keep((site, slot), operand, factor)
                 self._came_back(names)
 
+        # What is kept must not hold the model's graph; the tap needs values only.
         detached = (x.detach() for x in kept)
         tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
             y, self.token, record, *detached
         )
         return tapped
 
-    # --- operands: parameters and functions of them ---
-
-    def _names(self, operand: Tensor) -> tuple[str, ...]:
-        if type(operand) is not self._private:
-            names: tuple[str, ...] = operand.__dict__["names"]
-            return names
-        return (self._name_of[id(operand)],)
-
-    def _root(self, x: Any) -> Any:
-        """The tensor that stands for `x` in the graph of parameters."""
-        if type(x) not in self.operands:
-            return x
-        if type(x) is self._derived:
-            return x.__dict__["graph"]
-        name = self._name_of[id(x)]
-        if name not in self._leaves:
-            leaf: Tensor = x.detach()
-            self._leaves[name] = leaf.requires_grad_()
-        return self._leaves[name]
-
-    def _plain(self, tree: Any) -> Any:
-        return map_in(lambda x: self.value(x) if type(x) in self.operands else x, tree)
-
-    def value(self, operand: Tensor) -> Tensor:
-        """The operand as a plain tensor without a graph."""
-        graph: Tensor = operand.__dict__["graph"] if type(operand) is self._derived else operand
-        return graph.detach()
-
-    def _wrap(self, graph: Tensor, names: tuple[str, ...], back: Back | None) -> Tensor:
-        if self._derived is None:
-            self._derived = _operand_class(Tensor)
-            self._derived.tapes.append(self)
-            self.operands = (self._private, self._derived)
-        # It requires a gradient, so that a kernel which uses it unseen shows.
-        derived: Tensor = graph.detach().as_subclass(self._derived).requires_grad_()
-        self._made += 1
-        self._made_into.update(names)
-        derived.__dict__.update(graph=graph, names=names, back=back, number=self._made)
-        return derived
+    # --- what comes back to the operands ---
 
     def _keep(self, key: UseKey, operand: Tensor, factor: Use) -> None:
-        if type(operand) is self._private:
-            name = self._name_of[id(operand)]
+        if type(operand) not in self._operands.kinds:
+            raise NotCovered(
+                "a rule yielded a factor of a tensor that is no private parameter; ask "
+                "call.private(x) of each argument, and yield the argument itself"
+            )
+        if type(operand) is self._operands.private:
+            name = self._operands.name(operand)
             if name in self._handed_over:
                 raise NotCovered(f"{name} is used again after its gradient was summed; {_ONCE}")
             self.factors[name][key] = factor
         else:
+            # It waits until all uses of this function of parameters have come back.
             number: int = operand.__dict__["number"]
             self._reached.setdefault(number, (operand, []))[1].append(factor)
 
@@ -267,14 +229,15 @@ class Tape:
         """Count a use of these parameters, and hand over those of which it was the last."""
         for name in names if self._hand_over is not None else ():
             self._due[name] -= 1
-            if self._due[name] == 0 and name not in self._made_into:
+            # A function of it may still have something to send back; `finish` takes that.
+            if self._due[name] == 0 and name not in self._operands.made_into:
                 assert self._hand_over is not None
                 uses, self.factors[name] = self.factors[name], {}
                 self._handed_over.add(name)
                 self._hand_over(name, uses)
 
     @contextmanager
-    def handing_over(self, hand_over: HandOver) -> Iterator[None]:
+    def hand_uses_to(self, hand_over: HandOver) -> Iterator[None]:
         """For one backward pass, part with a parameter's uses as soon as all have come back.
 
         The pass may be repeated over the same graph. What comes back late is left to `finish`.
@@ -296,12 +259,13 @@ class Tape:
             self._take_back()
         factors, self.factors = self.factors, {}
         if not again:
-            self._leaves, self._cuts = {}, []
+            self._operands.forget_graphs()
         return factors
 
     def _take_back(self) -> None:
-        with torch.no_grad(), exact_products(self.token.device), _PLAIN_TORCH():
+        with torch.no_grad(), exact_products(self.token.device), PLAIN_TORCH():
             while self._reached:
+                # What was made last can only have been made of what was made before it.
                 number = max(self._reached)
                 derived, reached = self._reached.pop(number)
                 for slot, (operand, factor) in enumerate(self._onwards(derived, reached)):
@@ -313,34 +277,20 @@ class Tape:
         known = [route for route in routes if route is not None]
         if len(known) == len(routes):
             return [emitted for route in known for emitted in route]
+        # Some use has no way back as factors: all are written out, and pulled through the graph.
         shape = (self.batch, *derived.shape)
         written = torch.stack([factor.materialised().reshape(shape) for factor in factors]).sum(0)
-        return self._pulled(derived.__dict__["graph"], written)
-
-    def _pulled(self, graph: Tensor, gradients: Tensor) -> Emitted:
-        """Through the graph of parameters, record by record."""
-        leaves = [(self.params[name], leaf) for name, leaf in self._leaves.items()]
-        roots = leaves + [(cut, cut.__dict__["graph"]) for cut in self._cuts]
-        pulled = torch.autograd.grad(
-            graph,
-            [root for _, root in roots],
-            gradients.to(graph.dtype),
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        for (operand, _), gradient in zip(roots, pulled, strict=True):
-            if gradient is not None:
-                yield operand, Dense(wide(gradient))
+        return self._operands.pull(derived.__dict__["graph"], written)
 
     def _refuse_writes(self, name: str, reads: list[Tensor], args: Any, kwargs: Any) -> None:
         target = kwargs.get("out")
         if target is None and (name == "__setitem__" or writes_in_place(name)):
+            # `x += p` writes x, which has records, and is allowed; `p += x` is not.
             target = args[0]
         if target is None:
             return
-        names = ", ".join(n for x in reads for n in self._names(x))
-        if type(target) in self.operands:
+        names = ", ".join(n for x in reads for n in self._operands.names(x))
+        if type(target) in self._operands.kinds:
             raise Refused(
                 f"{name} writes the parameter {names} during the forward pass; use the operation "
                 "that returns a new tensor"
@@ -357,43 +307,15 @@ _ONCE = "take its gradients by form=traced"
 _MIXING = "compute each record's loss from that record alone, or freeze the parameter"
 
 
-@classmethod  # type: ignore[misc]
-def _intercept(
-    cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
-    if not cls.tapes:  # a copy of a parameter that outlived its pass
-        with _PLAIN_TORCH():
-            return function(*args, **kwargs or {})
-    (tape,) = cls.tapes
-    simpler = tape.decompositions.get(function)
-    if simpler is not None and torch.is_grad_enabled():
-        result = simpler(*args, **kwargs or {})
-        if result is not NotImplemented:
-            return result
-    with _PLAIN_TORCH():
-        return tape.call(function, args, kwargs or {})
-
-
-def _operand_class(base: type) -> Any:
-    return type("Operand", (base,), {"tapes": [], "__torch_function__": _intercept})
-
-
-# Classes of parameters that no pass is using. To make one takes time, and to collect it more.
-_free_classes: list[Any] = []
-
-
-def _free_class() -> Any:
-    try:
-        return _free_classes.pop()
-    except IndexError:
-        return _operand_class(nn.Parameter)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of all generators that an operation may draw from, to be compared."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    # NumPy's keeps every second normal draw for later, and has then moved without a new word.
+    numpy_: Any = np.random.get_state(legacy=False)
+    words = numpy_["state"]["key"].tobytes(), numpy_["state"]["pos"], numpy_["has_gauss"]
+    return (*(x.numpy().tobytes() for x in states), random.getstate(), words)
 
 
 def _wide_float(x: Tensor) -> Tensor:

@@ -22,13 +22,14 @@ from hushgrad.gradients.tracing.rules import (  # noqa: F401  (they register)
 )
 from hushgrad.gradients.tracing.rules.arithmetic import on_spread
 from hushgrad.gradients.tracing.rules.general import by_derivative
-from hushgrad.gradients.tracing.rules.registry import DECOMPOSITIONS, REGISTERED
+from hushgrad.gradients.tracing.rules.registry import DECOMPOSITIONS, REGISTERED, find_rule
 from hushgrad.gradients.tracing.rules.weights import back, keep_as_factors
 
 
 def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     """The operation's own rule, or its derivative taken record by record."""
-    known = REGISTERED.get(call.function)
+    known = find_rule(call.function)
+    call.trusted = call.function in REGISTERED
     saves = known(call, *args, **kwargs) if known is not None else None
     return saves if saves is not None else by_derivative(call, name)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hushgrad.gradients.factors.kinds import Dense
 from hushgrad.gradients.tracing.call import Call, Emitted, Saves
 from hushgrad.gradients.tracing.calls import writes_in_place
-from hushgrad.gradients.tracing.rules.registry import rule
+from hushgrad.gradients.tracing.rules.registry import torch_rule
 from hushgrad.types import NotCovered
 
 _Local = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -23,7 +23,7 @@ def _arithmetic(
     where = None if call.private(other) else call.layout(other)
     if where is None:
         return None
-    value = call.tape.value(operand)
+    value = call.value(operand)
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         g = call.out.split(gradient, call.batch)
@@ -34,6 +34,7 @@ def _arithmetic(
         yield operand, Dense(sum_to(local(g, each, value), operand))
 
     in_place = writes_in_place(getattr(call.function, "__name__", ""))
+    # In place: `x *= p` writes over the x that the gradient of p needs.
     keep = other.clone() if reads_other and in_place else other
     return ((keep,) if reads_other else ()), emit
 
@@ -48,48 +49,48 @@ def sum_to(each: Tensor, operand: Tensor) -> Tensor:
     return summed.reshape(each.shape[0], *operand.shape)
 
 
-@rule("add", "add_", "__add__", "__radd__", "__iadd__")
+@torch_rule("add", "add_", "__add__", "__radd__", "__iadd__")
 def add(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Saves | None:
     if call.private(input):
         return _arithmetic(call, input, other, lambda g, x, p: g, reads_other=False)
     return _arithmetic(call, other, input, lambda g, x, p: alpha * g, reads_other=False)
 
 
-@rule("sub", "subtract", "sub_", "__sub__", "__isub__")
+@torch_rule("sub", "subtract", "sub_", "__sub__", "__isub__")
 def sub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Saves | None:
     return add(call, input, other, alpha=-alpha)
 
 
-@rule("rsub", "__rsub__")
+@torch_rule("rsub", "__rsub__")
 def rsub(call: Call, input: Any, other: Any, *, alpha: float = 1) -> Saves | None:
     if call.private(input):
         return _arithmetic(call, input, other, lambda g, x, p: -alpha * g, reads_other=False)
     return _arithmetic(call, other, input, lambda g, x, p: g, reads_other=False)
 
 
-@rule("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")
+@torch_rule("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")
 def mul(call: Call, input: Any, other: Any) -> Saves | None:
     operand, x = (input, other) if call.private(input) else (other, input)
-    return _arithmetic(call, operand, x, lambda g, x, p: g * _given(x), reads_other=True)
+    return _arithmetic(call, operand, x, lambda g, x, p: g * _there(x), reads_other=True)
 
 
-@rule("div", "divide", "true_divide", "div_", "__truediv__", "__itruediv__")
+@torch_rule("div", "divide", "true_divide", "div_", "__truediv__", "__itruediv__")
 def div(call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> Saves | None:
     if rounding_mode is not None:
         return None
     if call.private(input):
-        return _arithmetic(call, input, other, lambda g, x, p: g / _given(x), reads_other=True)
+        return _arithmetic(call, input, other, lambda g, x, p: g / _there(x), reads_other=True)
     return _arithmetic(
-        call, other, input, lambda g, x, p: -g * _given(x) / p.to(g.dtype).square(), True
+        call, other, input, lambda g, x, p: -g * _there(x) / p.to(g.dtype).square(), True
     )
 
 
-@rule("__rtruediv__", "__rdiv__")
+@torch_rule("__rtruediv__", "__rdiv__")
 def reflected_div(call: Call, input: Any, other: Any) -> Saves | None:
     return div(call, other, input)
 
 
-def _given(x: Tensor | None) -> Tensor:
+def _there(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
 

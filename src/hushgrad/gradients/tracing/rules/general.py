@@ -17,12 +17,13 @@ def by_derivative(call: Call, name: str) -> Saves:
     """Any operation that treats each record alone, through `torch.func`; exact, materialised."""
     if writes_in_place(name):
         raise NotCovered(f"no rule for {name} with a parameter; use the form that is not in place")
-    call.runs_again = True
+    # It runs again on the way back: random draws would be others then.
+    call.trusted = False
     leaves = tensors_in(call.arguments)
     operands = [x for x in leaves if call.private(x)]
     rest = [x for x in leaves if not call.private(x)]
     layouts = [call.layout(x) for x in rest]
-    values = [call.tape.value(x) for x in operands]
+    values = [call.value(x) for x in operands]
 
     def emit(gradient: Tensor, *kept: Tensor) -> Emitted:
         g = call.out.split(gradient, call.batch)
@@ -48,7 +49,8 @@ def by_derivative(call: Call, name: str) -> Saves:
         except RuntimeError as error:
             raise NotCovered(
                 f"no rule for {name}, and torch.func cannot take its derivative record by record "
-                "(a custom kernel?); write it with torch operations, or use form=loop"
+                "(a custom kernel?); give it a rule (hushgrad.gradients.rule), write it with torch "
+                "operations, or use form=loop"
             ) from error
         for operand, dense in zip(operands, pulled, strict=True):
             yield operand, Dense(dense)

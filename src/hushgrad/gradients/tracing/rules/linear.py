@@ -15,7 +15,7 @@ from hushgrad.gradients.factors.kinds import Dense, Factor, Outer
 from hushgrad.gradients.factors.patches import convolution_factor, each, geometry
 from hushgrad.gradients.tracing.call import Call, Emitted, Saves
 from hushgrad.gradients.tracing.rules.arithmetic import sum_to
-from hushgrad.gradients.tracing.rules.registry import rule
+from hushgrad.gradients.tracing.rules.registry import torch_rule
 
 
 class _Linear(torch.autograd.Function):
@@ -46,7 +46,7 @@ def _is_own(call: Call, bias: Tensor | None) -> bool:
     return bias is None or call.private(bias)
 
 
-@rule("linear")
+@torch_rule("linear")
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Saves | None:
     if call.private(input):
         return None
@@ -61,12 +61,13 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
             yield weight, Outer(where.rows(x, call.batch), rows)
         if call.private(bias):
             assert bias is not None
+            # One position needs no sum, and a sum of one term would be a copy.
             yield bias, Dense(rows.sum(1) if rows.shape[1] > 1 else rows[:, 0])
 
     return ((input,) if call.private(weight) else ()), emit
 
 
-@rule("addmm")
+@torch_rule("addmm")
 def addmm(
     call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Saves | None:
@@ -91,7 +92,7 @@ def addmm(
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
-@rule("matmul", "mm", "mv", "__matmul__")
+@torch_rule("matmul", "mm", "mv", "__matmul__")
 def matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     if call.private(input) and call.private(other):
         return None
@@ -118,12 +119,12 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     return (x,), emit
 
 
-@rule("__rmatmul__")
+@torch_rule("__rmatmul__")
 def reflected_matmul(call: Call, input: Tensor, other: Tensor) -> Saves | None:
     return matmul(call, other, input)
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@torch_rule("conv1d", "conv2d", "conv3d")
 def convolution(
     call: Call,
     input: Tensor,
@@ -135,12 +136,12 @@ def convolution(
     groups: int = 1,
 ) -> Saves | None:
     settings, pads = geometry(weight, stride, padding, dilation, groups)
-    return _convolved(
+    return _convolve(
         call, input, weight, bias, pads, lambda x, g: convolution_factor(x, g, settings)
     )
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@torch_rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(
     call: Call,
     input: Tensor,
@@ -157,12 +158,12 @@ def transposed_convolution(
     # Output that is padded by a stride or more has room for positions that no input has.
     room = zip(each(output_padding, weight.dim() - 2), settings.stride, strict=True)
     pads = [n for extra, step in reversed([*room]) for n in (0, extra // step)]
-    return _convolved(
+    return _convolve(
         call, input, weight, bias, pads, lambda x, g: convolution_factor(g, x, settings)
     )
 
 
-def _convolved(
+def _convolve(
     call: Call,
     input: Tensor,
     weight: Tensor,

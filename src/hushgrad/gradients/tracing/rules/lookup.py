@@ -12,11 +12,11 @@ from torch import Tensor
 from hushgrad.gradients.factors.kinds import Factor, OneHot, Use
 from hushgrad.gradients.tracing.call import Back, Call, Emitted, Saves
 from hushgrad.gradients.tracing.call_sites import Unforeseen
-from hushgrad.gradients.tracing.rules.registry import decomposition, rule
+from hushgrad.gradients.tracing.rules.registry import decomposition, torch_rule
 from hushgrad.types import Refused
 
 
-@rule("embedding")
+@torch_rule("embedding")
 def embedding(
     call: Call,
     input: Tensor,
@@ -65,7 +65,7 @@ def _lookup_factor(weight: Tensor, padding_idx: int | None) -> Callable[[Tensor,
     return factor
 
 
-@rule("__getitem__")
+@torch_rule("__getitem__")
 def getitem(call: Call, input: Tensor, index: Any) -> Saves | None:
     """Rows picked by an index that belongs to the records: a look-up by another name."""
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
@@ -145,7 +145,7 @@ def fixed_lookup(call: Call, args: Any, kwargs: Any) -> tuple[Tensor, Back] | No
         rows = reached.materialised().reshape(call.batch, -1, weight.shape[1])
         return [(weight, factor(index.flatten().expand(call.batch, -1), rows))]
 
-    return F.embedding(index, call.tape.value(weight)), back
+    return F.embedding(index, call.value(weight)), back
 
 
 def _picks_rows(input: Tensor, index: Any) -> bool:

@@ -13,7 +13,7 @@ from hushgrad.gradients.factors.kinds import Dense, Factor
 from hushgrad.gradients.tracing.call import Call, Emitted, Saves
 from hushgrad.gradients.tracing.layout import Layout
 from hushgrad.gradients.tracing.rules.arithmetic import sum_to
-from hushgrad.gradients.tracing.rules.registry import rule
+from hushgrad.gradients.tracing.rules.registry import torch_rule
 from hushgrad.types import Refused
 
 
@@ -49,7 +49,7 @@ def _affine(
     return ((input,) if call.private(weight) else ()), emit
 
 
-@rule("layer_norm")
+@torch_rule("layer_norm")
 def layer_norm(
     call: Call,
     input: Tensor,
@@ -65,7 +65,7 @@ def layer_norm(
     return _affine(call, input, weight, bias, normalise, channel=None)
 
 
-@rule("rms_norm")
+@torch_rule("rms_norm")
 def rms_norm(
     call: Call,
     input: Tensor,
@@ -80,7 +80,7 @@ def rms_norm(
     )
 
 
-@rule("group_norm")
+@torch_rule("group_norm")
 def group_norm(
     call: Call,
     input: Tensor,
@@ -162,7 +162,7 @@ def _as_one_record(
     return (input,), emit
 
 
-@rule("instance_norm")
+@torch_rule("instance_norm")
 def instance_norm(
     call: Call,
     input: Tensor,
@@ -182,7 +182,7 @@ def instance_norm(
     return _affine(call, input, weight, bias, normalise, channel=1)
 
 
-@rule("batch_norm")
+@torch_rule("batch_norm")
 def batch_norm(
     call: Call,
     input: Tensor,
@@ -207,7 +207,7 @@ def batch_norm(
     return _affine(call, input, weight, bias, normalise, channel=1)
 
 
-@rule("prelu")
+@torch_rule("prelu")
 def prelu(call: Call, input: Tensor, weight: Tensor) -> Saves | None:
     """One slope, or one for each channel, on the negative part."""
     channel = 1 if weight.numel() > 1 else None

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from hushgrad.gradients.factors.kinds import Dense, Factor, Outer
 from hushgrad.gradients.tracing.call import Call, Emitted, Saves
-from hushgrad.gradients.tracing.rules.registry import rule
+from hushgrad.gradients.tracing.rules.registry import torch_rule
 
 
-@rule("einsum")
+@torch_rule("einsum")
 def einsum(call: Call, equation: str, *operands: Tensor) -> Saves | None:
     return _contraction(call, equation, operands)
 
 
-@rule("bilinear")
+@torch_rule("bilinear")
 def bilinear(
     call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Saves | None:

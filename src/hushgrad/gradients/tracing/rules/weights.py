@@ -58,9 +58,10 @@ def back(call: Call, name: str, result: Tensor) -> Back | None:
     args, kwargs = call.arguments
     bare = name.strip("_")
     if call.private(args[0] if args else None):
-        value = call.tape.value(args[0])
+        value = call.value(args[0])
         if (name in _CASTS and result.shape == value.shape) or _same_rows(result, value):
-            return lambda factor: [(args[0], _shaped(factor, value))]
+            return lambda factor: [(args[0], _reshape(factor, value))]
+        # A slice of rows: the factor is of those rows, and of no others.
         start = first_row(result, value)
         if start is not None:
             return lambda factor: [(args[0], rows_of(factor, start, len(result), len(value)))]
@@ -99,6 +100,7 @@ def _product(
     call: Call, left: Tensor, right: Tensor, factor: Use
 ) -> list[tuple[Tensor, Use]] | None:
     """What a factor of `left @ right` says of both."""
+    # A product would make it as large as the weight: better written out once, and pulled.
     if isinstance(factor, Dense | Rows):
         return None
     ls, rs = (_value(call, x).to(factor.dtype) for x in (left, right))
@@ -113,7 +115,7 @@ def _product(
 
 
 def _value(call: Call, x: Any) -> Any:
-    return call.tape.value(x) if call.private(x) else x
+    return call.value(x) if call.private(x) else x
 
 
 def _same_rows(result: Tensor, value: Tensor) -> bool:
@@ -126,5 +128,5 @@ def _same_rows(result: Tensor, value: Tensor) -> bool:
     return whole and value.dim() >= 2 and result.shape[0] == value.shape[0]
 
 
-def _shaped(factor: Use, value: Tensor) -> Use:
+def _reshape(factor: Use, value: Tensor) -> Use:
     return Dense(factor.values.reshape(-1, *value.shape)) if isinstance(factor, Dense) else factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,19 +14,24 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Figure:
-    """The values of one quantity over several seeds."""
+    """The values of one quantity over several seeds.
+
+    >>> print(Figure((1.0, 2.0, 3.0)))
+    2.0 ± 2.5
+    """
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
+        """Their mean."""
         return statistics.fmean(self.values)
 
     @property
     def margin(self) -> float:
         """Half the width of the 95 % confidence interval of the mean, by Student's t."""
         count = len(self.values)
-        if count < 2:
+        if count < 2:  # one run tells nothing of the spread
             return math.nan
         quantile = float(stats.t.ppf(0.975, count - 1))
         return quantile * statistics.stdev(self.values) / math.sqrt(count)
@@ -44,7 +49,19 @@ Cell = str | int | float | Figure | None
 
 @dataclass
 class Table:
-    """Rows of cells under headings, to be read by people and by programs."""
+    """Rows of cells under headings, to be read by people and by programs.
+
+    Args:
+        title: the heading of the page.
+        headings: one for each column.
+        rows: the cells, row by row.
+        notes: what a reader must know of the figures.
+
+    >>> table = Table("Errors", ("ε", "error"))
+    >>> table.add(3.0, None)
+    >>> print(table.markdown().splitlines()[4])
+    | 3 | – |
+    """
 
     title: str
     headings: Sequence[str]
@@ -52,7 +69,11 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def add(self, *cells: Cell) -> None:
-        """Add a row."""
+        """Add a row.
+
+        Raises:
+            ValueError: there are more or fewer cells than headings.
+        """
         if len(cells) != len(self.headings):
             raise ValueError(
                 f"expected a cell for each of the {len(self.headings)} headings, got {len(cells)}"
@@ -61,6 +82,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table and its notes as Markdown."""
+        # None is a dash, so that a missing figure is not taken for 0.
         lines = [self.headings, ["---"] * len(self.headings), *self.rows]
         body = "\n".join("| " + " | ".join(map(cell_text, line)) + " |" for line in lines)
         notes = "".join(f"\n- {note}" for note in self.notes)
@@ -92,15 +114,9 @@ def _plain(cell: Cell) -> object:
 
 
 def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
-    """What several seeds gave, quantity by quantity."""
+    """What several seeds gave, quantity by quantity.
+
+    >>> figures([{"loss": 1.0}, {"loss": 2.0}])["loss"].values
+    (1.0, 2.0)
+    """
     return {key: Figure(tuple(run[key] for run in runs)) for key in runs[0]}
-
-
-@dataclass(frozen=True)
-class StudySettings:
-    """What a reproduction is run with: data sets, a folder for what it leaves, seeds."""
-
-    out: Path
-    data: Path | None = None
-    seeds: int = 10
-    progress: Callable[[str], None] = lambda line: None

@@ -8,8 +8,15 @@ from pathlib import Path
 from hushgrad.data.split import Split
 from hushgrad.data.tables import LabelledTable as Records
 from hushgrad.data.tables import a9a, ijcnn1
-from hushgrad.reproductions.linear import LinearTask, fitted, linear_task, minimum, perturbed
-from hushgrad.reproductions.methods import (
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad_reproductions.linear import (
+    LinearTask,
+    fit_by_plan,
+    fit_perturbed,
+    linear_task,
+    minimum,
+)
+from hushgrad_reproductions.methods import (
     BOTH_PARTS,
     C1,
     C2,
@@ -22,7 +29,7 @@ from hushgrad.reproductions.methods import (
     Method,
     Task,
 )
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
+from hushgrad_reproductions.study import Figure, Table, figures
 
 EPSILONS = (0.2, 0.5)
 PUBLISHED = {
@@ -50,7 +57,10 @@ STUDIES: tuple[tuple[Load, tuple[tuple[Accounting, bool], ...]], ...] = (
 
 
 def srm_table2(settings: StudySettings) -> None:
-    """Both data sets; a9a with rows scaled and not, each by both ways of accounting."""
+    """Compare DP-SRM with its baselines on a9a and ijcnn1, by the paper's and by tight accounting.
+
+    a9a is run with rows scaled and as they are, ijcnn1 with rows scaled.
+    """
     for load, ways in STUDIES:
         _study(settings, load, ways)
 
@@ -87,10 +97,11 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
                 curve: ObjectiveCurve = []
                 found = _runs(settings, task_problem, task, method, curve)
                 _add(table, task, method.name, found, split.name)
+                # The figure is drawn for one setting of the four.
                 if scaled and accounting is TIGHT:
                     curves[epsilon, method.name] = curve
             runs = [
-                perturbed(
+                fit_perturbed(
                     task_problem,
                     epsilon=epsilon,
                     delta=DELTA,
@@ -100,6 +111,7 @@ def _study(settings: StudySettings, load: Load, ways: tuple[tuple[Accounting, bo
                 for seed in range(settings.seeds)
             ]
             _add(table, task, "objective perturbation", figures(runs), split.name)
+            # Saved as it grows: a run of hours that is ended has left what was done.
             table.save(settings.out, f"srm-table2-{split.name}")
     best = minimum(linear_task(split, scaled=True))
     _draw(curves, best, settings.out / f"srm-figure1-{split.name}.png", split.name)
@@ -119,7 +131,7 @@ def _runs(
     )
     made, rate = method.plan(task), method.rate(task)
     runs = [
-        fitted(
+        fit_by_plan(
             problem,
             made,
             rate=rate,

@@ -22,8 +22,9 @@ from hushgrad.glm.descent import Descent
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, squared
 from hushgrad.glm.rows import scaled_rows
-from hushgrad.reproductions.descending import descended
-from hushgrad.reproductions.study import Figure, StudySettings, Table
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad_reproductions.descending import descend_privately
+from hushgrad_reproductions.study import Figure, Table
 
 EACH = 10_000
 """Records of each kind, as in the paper."""
@@ -39,9 +40,18 @@ STILL = 1e-3
 
 @dataclass(frozen=True)
 class Tug:
-    """Records of two kinds, as features ±1 and labels, and what the paper says of them.
+    """Records of two kinds that pull θ in opposite directions, and what the paper says of them.
 
-    A start θ_0 other than 0 is a shift of the labels, along or against the feature.
+    Args:
+        name: what its files are called.
+        title: the heading of its table.
+        features: ±1 for each record.
+        labels: one for each record.
+        loss: the loss of a score.
+        gamma: γ of AUTO-S.
+        shift: 1 or −1: a start θ_0 other than 0 is a shift of the labels by `shift`·θ_0·feature.
+        starts: the θ_0 that are tried.
+        paper: the lazy regions that the paper's figure shows.
     """
 
     name: str
@@ -66,7 +76,7 @@ class Tug:
         """The objective under a rule."""
         return ClippedObjective(Huberised(self.loss, clip), self.features, self.labels)
 
-    def started(self, start: float) -> Float64[Tensor, " n"]:
+    def labels_from(self, start: float) -> Float64[Tensor, " n"]:
         """The labels with which a descent from 0 is one from `start`."""
         return self.labels + self.shift * start * self.features[:, 0]
 
@@ -116,7 +126,12 @@ def mixture(each: int = EACH, *, seed: int = 0) -> Tug:
 
 
 def pull(objective: ClippedObjective, theta: float) -> float:
-    """The mean clipped gradient at θ, as a share of R."""
+    """The mean clipped gradient at θ, as a share of R: 0 where nothing moves.
+
+    Args:
+        objective: the records under a clipping rule.
+        theta: θ.
+    """
     point = torch.tensor([theta], dtype=torch.float64)
     return float(objective.gradient(point, clipped=True)) / CLIP_NORM
 
@@ -127,11 +142,16 @@ def lazy_region(
     """The ends of the interval within ±`reach` in which |mean clipped gradient| <= `still`·R.
 
     The gradient increases with θ, so that each end is found by halving.
+
+    Args:
+        objective: the records under a clipping rule.
+        reach: how far from 0 is looked.
+        still: the share of R below which θ counts as standing still.
     """
 
     def edge(level: float) -> float:
         low, high = -reach, reach
-        for _ in range(40):
+        for _ in range(40):  # 20 / 2⁴⁰: as near as float64 is worth here
             middle = (low + high) / 2
             low, high = (middle, high) if pull(objective, middle) <= level else (low, middle)
         return (low + high) / 2
@@ -140,11 +160,19 @@ def lazy_region(
 
 
 def end(tug: Tug, clip: Clip, start: float, *, epsilon: float, seed: int = 0) -> float:
-    """Where a run from `start` ends; an infinite ε has no noise."""
+    """Where a run from `start` ends.
+
+    Args:
+        tug: the records.
+        clip: the clipping rule.
+        start: θ_0.
+        epsilon: ε of the run; infinite for one without noise.
+        seed: that of the noise.
+    """
     rows = scaled_rows(tug.features, feature_norm=1.0)
-    moved = descended(
+    moved = descend_privately(
         rows,
-        tug.started(start),
+        tug.labels_from(start),
         loss=tug.loss,
         clip=clip,
         descent=Descent(rate=STRIDE / CLIP_NORM, average=0.0),
@@ -157,7 +185,12 @@ def end(tug: Tug, clip: Clip, start: float, *, epsilon: float, seed: int = 0) ->
 
 
 def lazy_regions(settings: StudySettings, *, each: int = EACH) -> None:
-    """Tabulate lazy regions and where runs end, and draw the mean clipped gradients."""
+    """Tabulate lazy regions and where runs end, and draw the mean clipped gradients.
+
+    Args:
+        settings: where to, and how many seeds.
+        each: the number of records of each kind.
+    """
     tugs = [intercept(each), mixture(each)]
     for tug in tugs:
         table = Table(

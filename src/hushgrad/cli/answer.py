@@ -1,4 +1,4 @@
-"""The accounting commands' answer for a reader: every accountant, every relation, the growth."""
+"""What the accounting commands print: ε by every accountant and relation, and its growth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from hushgrad.accounting import ACCOUNTANTS, Accountant
 from hushgrad.accounting.closed_forms import sampled_gaussian_epsilon
 from hushgrad.cli.chart import ChartCurve, draw_chart
-from hushgrad.cli.question import Question, SamplingName
+from hushgrad.cli.question import Question
 from hushgrad.run.guarantee import up
 from hushgrad.types import Refused, Relation
 
@@ -20,12 +20,20 @@ _POINTS = 20
 def answer_lines(
     question: Question, accountant: Accountant, spent: float, *, width: int
 ) -> Iterator[Table | str]:
-    """Yield what is printed."""
+    """Yield what is printed, from top to bottom.
+
+    Args:
+        question: the run.
+        accountant: the one that was asked for.
+        spent: the run's ε by it.
+        width: of the chart, in characters.
+    """
     batches = question.batches
+    # An approximation may under-state ε, and must not be read as a guarantee.
     mark = "" if accountant.proves else "≈ "
     yield (
         f"[bold]ε = {mark}{up(spent)}[/bold] at δ = {question.delta:g}: {accountant.name}, "
-        f"{question.relation.value}, {batches.name.value} sampling"
+        f"{question.relation.value}, {batches.name} sampling"
     )
     cut = "" if batches.max_batch is None else f", batches cut at {batches.max_batch}"
     yield (
@@ -33,6 +41,7 @@ def answer_lines(
         f"{question.steps} steps, rate {batches.rate:.6g}{cut}"
     )
     yield _table(question, accountant, spent)
+    # The footnote is for a ≈ in the table; where there is none, it would puzzle.
     if ACCOUNTANTS["gdp"].supports(question.event, question.relation):
         yield "≈ an approximation that may under-state ε: never used for a guarantee"
     yield "– not covered: asking for it says what to use instead"
@@ -51,10 +60,12 @@ def _table(question: Question, accountant: Accountant, spent: float) -> Table:
     for relation in Relation:
         table.add_column(relation.value, justify="right", no_wrap=True)
     for other in ACCOUNTANTS.values():
+        # The number that was asked for took a while already.
         known = {question.relation: spent} if other is accountant else {}
         cells = [_cell(question, other, relation, known) for relation in Relation]
         table.add_row(other.name, *cells)
-    if question.batches.name is SamplingName.WITHOUT_REPLACEMENT:
+    if question.batches.name == "without-replacement":
+        # The lemmas are proved for replacing a record, under batches of a fixed size.
         formula = _closed_form(question)
         cells = [formula if relation is Relation.REPLACE_ONE else "–" for relation in Relation]
         table.add_row("DP-SRM's lemmas", *cells)
@@ -88,7 +99,13 @@ def _cell(
 
 
 def growth(question: Question, accountant: Accountant) -> ChartCurve:
-    """ε after some of the steps, by the accountant's sketch, which over-states it a little."""
+    """ε after some of the steps, by the accountant's sketch, which over-states it a little.
+
+    Args:
+        question: the run.
+        accountant: whose sketch is taken: a curve is looked at, and never stated as a guarantee.
+    """
+    # A set, since the first of few steps may be drawn twice.
     points = sorted({max(1, round(question.steps * k / _POINTS)) for k in range(1, _POINTS + 1)})
     quick, relation = accountant.sketch(), question.relation
     return [

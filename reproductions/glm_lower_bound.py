@@ -20,8 +20,9 @@ from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import ScoreLoss, custom, logistic
 from hushgrad.glm.rows import scaled_rows
-from hushgrad.reproductions.descending import descended
-from hushgrad.reproductions.study import Cell, Figure, StudySettings, Table
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad_reproductions.descending import descend_privately
+from hushgrad_reproductions.study import Cell, Figure, Table
 
 EPSILON, DELTA, STEPS = 1.0, 1e-6, 200
 COPIES = (10, 100, 1000, 3000)
@@ -32,8 +33,17 @@ COPIES = (10, 100, 1000, 3000)
 class Lure:
     """Three records, as features and labels, of which there are n copies each.
 
-    `rate` is the step size at a clipping norm. `predicted` is the clipped minimiser that the paper
-    derives, and `least` the excess risk that its proof gives for large n, or None.
+    Args:
+        name: what its files are called.
+        title: the heading of its table.
+        features: one for each of the three records.
+        labels: one for each of the three records.
+        loss: the loss of a score.
+        norms: the clipping norms L that are tried.
+        rate: the step size at a clipping norm.
+        predicted: the clipped minimiser that the paper derives, at a clipping norm.
+        least: the excess risk that the paper's proof gives for large n, or None.
+        projection: where θ is kept, None for everywhere.
     """
 
     name: str
@@ -91,7 +101,12 @@ SQUARED = Lure(
 
 
 def glm_lower_bound(settings: StudySettings, *, copies: Sequence[int] = COPIES) -> None:
-    """Tabulate and draw the excess risk of clipped DP-GD against n, for several norms."""
+    """Tabulate and draw the excess risk of clipped DP-GD against n, for several clipping norms.
+
+    Args:
+        settings: where to, and how many seeds.
+        copies: the values of n.
+    """
     found = {}
     for lure in (LOGISTIC, SQUARED):
         table = Table(
@@ -104,6 +119,7 @@ def glm_lower_bound(settings: StudySettings, *, copies: Sequence[int] = COPIES) 
             objective = lure.objective(norm)
             risks = [trained_risk(lure, norm, n, seeds=settings.seeds) for n in copies]
             found[lure.name, norm] = objective.excess_risk(), risks
+            # Rounded to the digits that the search finds: an exact 0 must not read 1e-13.
             cells: list[Cell] = [
                 norm,
                 round(float(objective.minimiser()), 12),
@@ -124,13 +140,21 @@ def glm_lower_bound(settings: StudySettings, *, copies: Sequence[int] = COPIES) 
 
 
 def trained_risk(lure: Lure, norm: float, copies: int, *, seeds: int) -> Figure:
-    """The excess risk of DP-GD on n copies, clipped at a norm."""
+    """The excess risk of DP-GD on n copies, clipped at a norm.
+
+    Args:
+        lure: the three records.
+        norm: the clipping norm L.
+        copies: n.
+        seeds: how many runs.
+    """
     objective = lure.objective(norm)
     features, labels = lure.records(copies)
     rows = scaled_rows(features, feature_norm=1.0)
+    # Against the minimum that is not clipped: the paper's excess risk is of the original loss.
     best = objective.original(objective.minimiser(clipped=False))
     ends = [
-        descended(
+        descend_privately(
             rows,
             labels,
             loss=lure.loss,

@@ -42,7 +42,14 @@ BOTH_PARTS = 0.006
 
 @dataclass(frozen=True)
 class Accounting:
-    """How a run is accounted for, and with it how its batches are drawn."""
+    """How a run is accounted for, and with it how its batches are drawn.
+
+    Args:
+        name: what the tables call it.
+        relation: what makes two data sets neighbours.
+        accountant: what turns a run into ε.
+        fixed_size: whether batches have one size, or Poisson sizes.
+    """
 
     name: str
     relation: Relation
@@ -64,9 +71,14 @@ TIGHT = Accounting("tight", Relation.ADD_REMOVE, PLD, fixed_size=False)
 
 @dataclass(frozen=True)
 class Task:
-    """A budget, and what is known of the records: how many, whether rows were scaled, and `length`.
+    """A budget, and what is known of the records.
 
-    That is the usual norm of a row, for step sizes and a clip; no guarantee rests on it.
+    Args:
+        epsilon: ε of a run, at δ = 1e-5.
+        records: how many there are.
+        scaled: whether rows were scaled.
+        accounting: how a run is accounted for.
+        length: the usual norm of a row, for step sizes and a clip; no guarantee rests on it.
     """
 
     epsilon: float
@@ -99,7 +111,16 @@ class Task:
         accountant: Accountant | None = None,
         private: bool = True,
     ) -> Plan:
-        """Batches of this share of the records, for so many passes."""
+        """Plan a run of an algorithm.
+
+        Args:
+            algorithm: what is asked of each batch.
+            share: a batch as a share of the records.
+            passes: expected passes over the data.
+            clip: the clipping rule; Abadi's at C1 if left out.
+            accountant: the accounting's own if left out.
+            private: whether noise is added.
+        """
         batch = max(1, round(share * self.records))
         return plan(
             records=self.records,
@@ -118,7 +139,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Method:
-    """A name, a plan, a rate of SGD, and how many gradients of a record a later step takes."""
+    """A row of the table: what is planned for a task, and how it steps.
+
+    Args:
+        name: what the table calls it.
+        plan: the plan for a task.
+        rate: the learning rate of SGD for a task.
+        points: how many gradients of a record a step after the first takes.
+    """
 
     name: str
     plan: Callable[[Task], Plan]
@@ -127,10 +155,10 @@ class Method:
 
 
 def _first(task: Task) -> int:
-    return task.records // 4
+    return task.records // 4  # a quarter of a pass, for the batch that a recursion starts from
 
 
-_RATE = 30.0
+_RATE = 30.0  # for rows of norm 1
 
 
 def _recursion_rate(task: Task) -> float:
@@ -184,6 +212,7 @@ def _spiderboost(task: Task) -> Plan:
 
 def _agd(task: Task) -> Plan:
     if task.scaled:
+        # Losses are cut at a public bound, since DP-AGD selects steps by noisy losses.
         rule = Agd(largest_loss=3.0, longest_step=2.0 / task.length)
     elif task.small:
         rule = Agd(largest_loss=2.0, longest_step=1.0, splits=20, choices=8, output=average(8))
@@ -209,6 +238,7 @@ def _sgd(clip: Clip) -> Callable[[Task], Plan]:
 
 
 def _sgd_rate(task: Task) -> float:
+    # The paper's accounting needs more noise, which shorter steps make up for.
     rate = task.rate(10.0 if task.small else 30.0, clipped=3.0)
     return rate / 3 if task.accounting is PAPER else rate
 

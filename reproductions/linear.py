@@ -30,6 +30,14 @@ class LinearTask:
     """Records, and the public constant `scale` that every row is multiplied by.
 
     The model sees scaled rows; objective and regulariser are those of the rows as they are.
+
+    Args:
+        name: the data set's.
+        train: scaled rows and labels ±1, which are private.
+        test: scaled rows and labels ±1, which are public.
+        scale: what rows were multiplied by.
+        largest: a public bound on the norm of a scaled row.
+        length: the usual norm of such a row, which settings go by and no guarantee.
     """
 
     name: str
@@ -37,16 +45,16 @@ class LinearTask:
     test: tuple[Tensor, Tensor]
     scale: float
     largest: float
-    """A public bound on the norm of a row that the model sees."""
     length: float
-    """The usual norm of such a row, which settings go by and no guarantee."""
 
     @property
     def records(self) -> int:
+        """How many private records there are."""
         return len(self.train[1])
 
     @property
     def features(self) -> int:
+        """How many numbers a row has."""
         return self.train[0].shape[1]
 
     def model(self) -> nn.Linear:
@@ -67,9 +75,10 @@ class LinearTask:
         return float(F.softplus(-y * model(x).squeeze(1)).mean() + self.penalty(model))
 
     @torch.no_grad()
-    def measured(self, model: nn.Linear) -> dict[str, float]:
+    def measurements(self, model: nn.Linear) -> dict[str, float]:
         """Test objective, test loss, accuracy, and the gradient's norm over the private records."""
         x, y = self.test
+        # y is ±1: a margin above 0 is a right answer.
         margins = y * model(x).squeeze(1)
         return {
             "objective": self.test_objective(model),
@@ -81,6 +90,7 @@ class LinearTask:
     def _gradient_norm(self, weights: Tensor) -> float:
         x, y = (part.double() for part in self.train)
         x = x / self.scale
+        # In float64 and on unscaled rows: the paper states the norm of that gradient.
         with torch.enable_grad():
             point = weights.detach().clone().requires_grad_()
             square = point.square()
@@ -98,6 +108,10 @@ def linear_task(split: Split[LabelledTable], *, scaled: bool) -> LinearTask:
     """The data as a problem; scaled rows have norm 1 at most, by a bound that is public.
 
     Rows of a9a have 14 entries of 1 at most, those of ijcnn1 22 entries from -1 to 1.
+
+    Args:
+        split: a9a or ijcnn1.
+        scaled: whether rows are divided by that bound.
     """
     scale = 1 / _LARGEST[split.name] if scaled else 1.0
     train, test = ((x * scale, 2.0 * y.float() - 1) for x, y in (split.train, split.test))
@@ -105,7 +119,7 @@ def linear_task(split: Split[LabelledTable], *, scaled: bool) -> LinearTask:
     return LinearTask(split.name, train, test, scale, *norms)
 
 
-def fitted(
+def fit_by_plan(
     problem: LinearTask,
     plan: Plan,
     *,
@@ -114,10 +128,19 @@ def fitted(
     points: int = 1,
     curve: list[tuple[float, float]] | None = None,
 ) -> dict[str, float]:
-    """Train by a plan from a fixed seed; what was measured, with its cost.
+    """Train by a plan from a fixed seed.
 
-    `points` is how many gradients of a record a step after the first takes. Passes and test
-    objectives are added to `curve`, which takes no part in the time.
+    Args:
+        problem: the records and their model.
+        plan: what is trained.
+        rate: the learning rate of SGD.
+        seed: that of batches and noise.
+        points: how many gradients of a record a step after the first takes.
+        curve: where passes and test objectives are added, at no cost in the time that is reported.
+
+    Returns:
+        What `LinearTask.measurements` says of the model, passes over the data, gradients for each
+        record, and seconds.
     """
     model = problem.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -135,17 +158,28 @@ def fitted(
             curve.append((visits / problem.records, problem.test_objective(model)))
             shown += time.perf_counter() - paused
     spent = time.perf_counter() - started - shown
-    return problem.measured(model) | {
+    return problem.measurements(model) | {
         "passes": visits / problem.records,
         "evaluations": evaluations / problem.records,
         "seconds": spent,
     }
 
 
-def perturbed(
+def fit_perturbed(
     problem: LinearTask, *, epsilon: float, delta: float, relation: Relation, seed: int
 ) -> dict[str, float]:
-    """Objective perturbation, which minimises with a ridge in the regulariser's place."""
+    """Train by objective perturbation, which minimises with a ridge in the regulariser's place.
+
+    Args:
+        problem: the records.
+        epsilon: ε of the fit.
+        delta: δ of the fit.
+        relation: what makes two data sets neighbours.
+        seed: that of the noise.
+
+    Returns:
+        What `LinearTask.measurements` says of the model, and seconds.
+    """
     x, y = (part.double().numpy() for part in problem.train)
     started = time.perf_counter()
     found = PrivateLogisticRegression(
@@ -154,6 +188,7 @@ def perturbed(
         algorithm="objective",
         feature_norm=problem.largest,
         fit_intercept=False,
+        # Under add/remove the number of records is private, and a public one must be stated.
         records=problem.records if relation is Relation.ADD_REMOVE else None,
         classes=(-1.0, 1.0),
         rng=seed,
@@ -162,11 +197,12 @@ def perturbed(
     model = problem.model()
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(found.coef_))
-    return problem.measured(model) | {"seconds": spent}
+    return problem.measurements(model) | {"seconds": spent}
 
 
 def minimum(problem: LinearTask) -> dict[str, float]:
     """The objective over the private records, minimised without privacy."""
+    # Full batches, no noise: what the private methods are compared with.
     model = problem.model()
     x, y = problem.train
     optimizer = torch.optim.LBFGS(
@@ -180,4 +216,4 @@ def minimum(problem: LinearTask) -> dict[str, float]:
         return total
 
     optimizer.step(closure)
-    return problem.measured(model)
+    return problem.measurements(model)

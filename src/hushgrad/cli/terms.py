@@ -1,4 +1,4 @@
-"""What `hushgrad plan` may still spend: the budget of a data set, or what the options say."""
+"""The terms of a plan: what it may cost, by the options or by the budget of a data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from hushgrad.types import Relation
 
 @dataclass(frozen=True)
 class Terms:
-    """How a plan is to be accounted for; `epsilon` is what it may cost, None if nobody said."""
+    """How a plan is to be accounted for.
+
+    Args:
+        epsilon: what it may cost, None if neither the options nor a budget say.
+        delta: δ.
+        relation: what makes two data sets neighbours.
+        accountant: what turns the plan into ε.
+    """
 
     epsilon: float | None
     delta: float
@@ -27,20 +34,29 @@ class Terms:
 
 
 @contextmanager
-def budget_at(ledger: Path | None, dataset: str | None) -> Iterator[Budget | None]:
-    """Open the budget of a data set, or none if none was named. Nothing is written."""
-    if (ledger is None) != (dataset is None):
-        missing = "--ledger" if ledger is None else "--dataset"
-        raise ValueError(f"expected --ledger and --dataset together, got no {missing}; give both")
-    if ledger is None or dataset is None:
+def open_budget(ledger: Path | None, name: str | None, option: str) -> Iterator[Budget | None]:
+    """Open the budget of a data set, or yield None if none was named. Nothing is written.
+
+    Args:
+        ledger: the ledger's file.
+        name: the data set's name in it.
+        option: the option that gives the name, for messages.
+
+    Raises:
+        ValueError: only one of the two was given, the file is no ledger, or it has no such budget.
+    """
+    if (ledger is None) != (name is None):
+        missing = "--ledger" if ledger is None else option
+        raise ValueError(f"expected --ledger and {option} together, got no {missing}; give both")
+    if ledger is None or name is None:
         yield None
         return
-    if not ledger.exists():
+    if not ledger.is_file():  # opening one would make it
         raise ValueError(
-            f"expected a ledger, got no file at {ledger}; make one with hushgrad ledger set-budget"
+            f"expected a ledger, got no file {ledger}; make one with hushgrad ledger set-budget"
         )
     with Ledger(ledger) as books:
-        yield books.budget(dataset)
+        yield books.budget(name)
 
 
 def terms_of(
@@ -53,9 +69,18 @@ def terms_of(
 ) -> Terms:
     """Put the options together with what the budget says where they say nothing.
 
-    `calibrated` asks for the ε that the budget has left. Under the filter renyi that ε belongs to
-    the filter's own order and δ, so neither can be chosen then.
+    Args:
+        budget: the budget that the plan must fit, if there is one.
+        accountant: a name in `ACCOUNTANTS`; PLD if left out.
+        relation: that of the budget, or add/remove, if left out.
+        delta: what the budget has left if left out.
+        calibrated: whether the plan is to cost the ε that the budget has left.
+
+    Raises:
+        ValueError: the options contradict the budget. Under the filter renyi the ε that is left
+            belongs to the filter's own order and δ, so neither can be chosen.
     """
+    # gdp is refused by name here: what is calibrated or charged must be proved.
     chosen = None if accountant is None else ACCOUNTANTS[accountant]
     require_proof(chosen or PLD)
     if budget is None:
@@ -63,6 +88,7 @@ def terms_of(
             raise ValueError("expected --delta, got none; a value below 1/records is usual")
         require_delta(delta)
         return Terms(None, delta, relation or Relation.ADD_REMOVE, chosen or PLD)
+    # A budget adds up under one relation, and no other may be charged to it.
     meant = budget.relation
     if relation is not None and relation is not meant:
         raise ValueError(
@@ -73,6 +99,7 @@ def terms_of(
         require_delta(delta)
         return Terms(None, delta, meant, chosen or PLD)
     left = budget.left
+    # No more δ than is left, or the run that is planned would be refused.
     given = left.delta if delta is None else delta
     require_delta(given)
     if given > left.delta:
@@ -93,6 +120,16 @@ def terms_of(
 
 
 def require_room(budget: Budget, event: DpEvent, spent: float, terms: Terms) -> None:
-    """Refuse a run that the budget would not take."""
+    """Raise unless the budget would take a run.
+
+    Args:
+        budget: the budget of the data set.
+        event: the whole run.
+        spent: its ε, under the terms.
+        terms: how it is accounted for.
+
+    Raises:
+        Refused: the budget has less left.
+    """
     account = budget.account
     account.require_room(account.cost(Spend(event, terms.relation, spent, terms.delta)))

@@ -22,8 +22,9 @@ from hushgrad.glm.descent import Descent, Projection
 from hushgrad.glm.huberised import ClippedObjective, Huberised
 from hushgrad.glm.losses import logistic
 from hushgrad.glm.rows import scaled_rows
-from hushgrad.reproductions.descending import descended, noise_multiplier
-from hushgrad.reproductions.study import Figure, StudySettings, Table
+from hushgrad.launch.reproduction import StudySettings
+from hushgrad_reproductions.descending import descend_privately, noise_multiplier
+from hushgrad_reproductions.study import Figure, Table
 
 EPSILON, DELTA, STEPS = 2.0, 1e-5, 400
 RECORDS, RANK = 256, 5
@@ -38,7 +39,11 @@ WAYS = ("free", "projected", "projected, its own rate")
 
 @dataclass(frozen=True)
 class RowsBall:
-    """The nearest point of norm at most `radius`, of all rows of θ as one vector."""
+    """A projection: the nearest θ of norm at most `radius`, all its rows as one vector.
+
+    >>> RowsBall(1.0)(torch.tensor([[3.0, 4.0]])).tolist()
+    [[0.6000000238418579, 0.800000011920929]]
+    """
 
     radius: float
 
@@ -64,13 +69,19 @@ class RiskProblem:
 
 
 def risk_problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
-    """Simulated records, the same for every p."""
+    """Simulated records, the same for every p.
+
+    Args:
+        records: how many, n.
+        seed: that of the simulation.
+    """
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(records, RANK))
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     truth = draw.normal(size=RANK)
     truth *= STRENGTH / np.linalg.norm(truth)
     chance = 1 / (1 + np.exp(-x @ truth))
+    # Drawn by chance: records that a line can separate would have their minimum at infinity.
     y = np.where(draw.uniform(size=records) < chance, 1.0, -1.0)
     objective = ClippedObjective(
         Huberised(logistic(), abadi(CLIP_NORM)), torch.from_numpy(x), torch.from_numpy(y)
@@ -81,7 +92,13 @@ def risk_problem(records: int = RECORDS, *, seed: int = 0) -> RiskProblem:
 def glm_dimension(
     settings: StudySettings, *, largest: int = 10_000, records: int = RECORDS
 ) -> None:
-    """Tabulate and draw the excess risk against p; `largest` is the last p, a power of ten."""
+    """Tabulate and draw the excess risk of DP-GD against the number of parameters p.
+
+    Args:
+        settings: where to, and how many seeds.
+        largest: the last p, a power of ten.
+        records: how many records are simulated.
+    """
     given = risk_problem(records)
     sizes = [10**power for power in range(1, round(math.log10(largest)) + 1)]
     noise = noise_multiplier(EPSILON, DELTA, STEPS) * CLIP_NORM / records
@@ -124,7 +141,15 @@ def glm_dimension(
 
 
 def excess_risks(given: RiskProblem, p: int, *, noise: float, seeds: int) -> dict[str, Figure]:
-    """The excess risk of DP-GD in p dimensions, in each of the ways."""
+    """The excess risk of DP-GD in p dimensions, in each of `WAYS`.
+
+    Args:
+        given: the problem in the k dimensions of its records.
+        p: the number of parameters.
+        noise: the standard deviation of the noise in a step's mean gradient.
+        seeds: how many runs.
+    """
+    # An orthonormal basis of a random subspace: rows keep their norms and inner products.
     basis = torch.from_numpy(np.linalg.qr(np.random.default_rng(p).normal(size=(p, RANK)))[0])
     rows = scaled_rows(given.objective.features @ basis.T, feature_norm=1.0)
     inside = RowsBall(given.distance)
@@ -136,7 +161,7 @@ def excess_risks(given: RiskProblem, p: int, *, noise: float, seeds: int) -> dic
 
     def risk(size: float, projection: Projection | None) -> Figure:
         ends = [
-            descended(
+            descend_privately(
                 rows,
                 given.objective.labels,
                 loss=logistic(),

@@ -21,9 +21,21 @@ from hushgrad.sampling import FullBatch
 from hushgrad.types import Relation
 
 
+# A search of its own for each setting, which many seeds share.
 @cache
 def noise_multiplier(epsilon: float, delta: float, steps: int) -> float:
-    """The least σ of so many full-batch steps under add/remove; 0 for an infinite ε."""
+    """The least σ of so many full-batch steps under add/remove; 0 for an infinite ε.
+
+    Args:
+        epsilon: ε of the whole run.
+        delta: δ of the whole run.
+        steps: how many steps are released.
+
+    >>> noise_multiplier(math.inf, 1e-5, 10)
+    0.0
+    >>> round(noise_multiplier(1.0, 1e-5, 1), 2)
+    3.73
+    """
     if math.isinf(epsilon):
         return 0.0
     sigma, _ = least_noise(
@@ -33,7 +45,7 @@ def noise_multiplier(epsilon: float, delta: float, steps: int) -> float:
     return sigma
 
 
-def descended(
+def descend_privately(
     rows: RowSource,
     labels: Tensor,
     *,
@@ -45,7 +57,19 @@ def descended(
     delta: float,
     seed: int,
 ) -> Float64[Tensor, " width"]:
-    """Where DP-GD from θ = 0 ends, at (ε, δ) under add/remove with a public number of records."""
+    """Where DP-GD from θ = 0 ends, at (ε, δ) under add/remove with a public number of records.
+
+    Args:
+        rows: the features, with a public bound on their norms.
+        labels: one for each row.
+        loss: the loss of a score.
+        clip: the clipping rule.
+        descent: the step size, the projection and the average that is returned.
+        steps: how many full batches.
+        epsilon: ε of the whole run; infinite for a run without noise.
+        delta: δ of the whole run.
+        seed: that of the noise.
+    """
     plan = Plan(
         records=rows.count,
         sampling=FullBatch(),

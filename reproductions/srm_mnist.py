@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
+from hushgrad.launch.reproduction import StudySettings
 from hushgrad.points import swapped
-from hushgrad.reproductions.study import Figure, StudySettings, Table, figures
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
 from hushgrad.run.training import train
 from hushgrad.types import Batch
+from hushgrad_reproductions.study import Figure, Table, figures
 
 EPSILONS = (1.2, 3.0)
 DELTA = 1e-5
@@ -40,7 +41,15 @@ ErrorCurve = list[tuple[int, float, float]]
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """What was run: a batch, passes over the data, a rate of SGD, and C2 where there is one."""
+    """A method as it was tuned.
+
+    Args:
+        name: what the table calls it.
+        batch: the expected size of a batch.
+        passes: expected passes over the data.
+        rate: the learning rate of SGD.
+        gamma: γ = C2 of DP-SRM, None for DP-SGD.
+    """
 
     name: str
     batch: int
@@ -51,7 +60,7 @@ class TunedMethod:
     def plan(self, records: int, epsilon: float) -> Plan:
         """Poisson batches, add or remove one record, privacy loss distributions.
 
-        Given out is the mean of the points of the last quarter, for both methods alike.
+        What is returned is the mean of the iterates of the last quarter, for both methods alike.
         """
         rule = (
             Sgd()
@@ -100,7 +109,7 @@ def network() -> nn.Sequential:
 
 
 def srm_mnist(settings: StudySettings) -> None:
-    """Test errors at both budgets, and a figure of them by iterations and by time."""
+    """Compare DP-SRM with DP-SGD on MNIST at both budgets, by iterations and by time."""
     split = mnist(settings.data)
     table = Table(
         "DP-SRM and DP-SGD on MNIST, δ = 1e-5",
@@ -108,7 +117,7 @@ def srm_mnist(settings: StudySettings) -> None:
         notes=[
             f"Means of {settings.seeds} seeds with 95 % confidence intervals.",
             "Add or remove one record, Poisson sampling, privacy loss distributions.",
-            "The mean of the points of the last quarter is given out, which costs nothing.",
+            "The mean of the iterates of the last quarter is returned, which costs nothing.",
             f"C1 = {C1}; batches, rates, C2 = γ and the average were tried out on MNIST itself: "
             "non-private knowledge, which no guarantee covers.",
         ],
@@ -120,13 +129,14 @@ def srm_mnist(settings: StudySettings) -> None:
             found = curves[epsilon, method.name] = []
             for seed in range(settings.seeds):
                 settings.progress(f"{method.name}, ε = {epsilon}, seed {seed}")
-                found.append(_trained(made, method.rate, split.train, split.test, seed))
+                # One seed is that of weights, batches and noise: runs are repeatable, not private.
+                found.append(_train_with_curve(made, method.rate, split.train, split.test, seed))
             _add(table, epsilon, method, made, found)
             table.save(settings.out, "srm-mnist")
     _draw(curves, settings.out / "srm-mnist.png")
 
 
-def _trained(
+def _train_with_curve(
     plan: Plan,
     rate: float,
     data: tuple[Tensor, Tensor],
@@ -143,6 +153,7 @@ def _trained(
 
     rng = Rng.fixed(seed)
     run = train(model, optimizer, data, plan=plan, rng=rng)
+    # Where a run of this plan might have ended, for the curve: rounded up, the last is its end.
     ends = sorted({-(-len(run) * part // _POINTS) for part in range(1, _POINTS + 1)})
     rules = {end: _tail(end) for end in ends}  # as the plan's own, had it ended there
     kept = {end: rule.begin(end, rng) for end, rule in rules.items()}

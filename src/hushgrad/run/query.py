@@ -1,0 +1,241 @@
+"""What is asked of a batch: a sum over its records, and how far one record can move it.
+
+A query is a value. It says what is summed, and works out itself how far one record moves the sum,
+so that nobody who asks can state a bound that does not hold. Only the queries of this library are
+answered: they are registered by `answerable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+from dp_accounting import DpEvent, GaussianDpEvent
+from torch import Tensor
+
+from hushgrad.batches.records import count
+from hushgrad.clipping.aggregate import aggregate, piece_error, together
+from hushgrad.clipping.groups import Grouping, Groups, whole
+from hushgrad.clipping.pieces import Pieces
+from hushgrad.clipping.rules import Clip
+from hushgrad.gradients import AnyGradients, Objective, restored
+from hushgrad.points import Values, swapped
+from hushgrad.run.augmentation import rows_per_record
+from hushgrad.run.execution import Execution
+from hushgrad.run.metrics import Metrics
+from hushgrad.types import Batch, Bounded, EagerWeights, PerSample, Refused
+
+RecordMetrics = Callable[[Batch], Mapping[str, Tensor]]
+"""The watched values of a micro-batch's records, by name."""
+
+_PLAIN = Execution()
+
+
+@runtime_checkable
+class Query(Protocol):
+    """A question to a batch's records whose answer is a sum.
+
+    Contract: the bound of `bounded` holds whatever the records are. A query that each record
+    answers for itself, as in local privacy, says so by `of_each_record`: the sum is then one row
+    for each record, and the bound is that of a row.
+    """
+
+    of_each_record: ClassVar[bool]
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """The sum over the batch's records, and how far one record moves it."""
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """What an answer with so much noise costs, where an algorithm pays for each release."""
+
+
+_Kind = TypeVar("_Kind", bound=type)
+_ANSWERABLE: set[type] = set()
+
+
+def answerable(kind: _Kind) -> _Kind:
+    """Register a class of queries: from here on a step may answer them.
+
+    Whoever writes one has to prove the bound that it states. It must be final: a subclass could
+    state another bound, and is not answered.
+
+    Args:
+        kind: the class.
+
+    Returns:
+        The same class, so that this can stand above it as a decorator.
+    """
+    _ANSWERABLE.add(kind)
+    return kind
+
+
+def is_answerable(query: object) -> bool:
+    """Whether this is a query whose bound the library vouches for."""
+    return type(query) in _ANSWERABLE
+
+
+@dataclass(frozen=True)
+class Summand:
+    """What is summed for each record: a per-sample gradient, clipped by a rule, times `factor`.
+
+    `losses` are the records' losses where they are not those of `gradients`.
+    """
+
+    gradients: PerSample
+    clip: Clip
+    factor: float = 1.0
+    losses: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.clip) is not Clip:  # a subclass could state a bound that it does not keep
+            raise Refused(
+                f"expected a clipping rule, got a {type(self.clip).__name__}; make one of your own "
+                "by clipping.custom(rule, bound=…), which is held to its bound"
+            )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch: some records of one piece of a batch, of which they are a `share`.
+
+    `gradients()` takes the per-sample gradients at the parameters as they are now.
+    """
+
+    objective: Objective
+    batch: Batch
+    gradients: Callable[[], AnyGradients]
+    share: float = 1.0
+
+    def at(self, iterate: Values) -> AnyGradients:
+        """Gradients at another iterate, with the random draws that `gradients()` will start from.
+
+        To be called before `gradients()`, which moves the random state on: dropout is then the
+        same at both iterates.
+        """
+        with (
+            torch.random.fork_rng(),
+            restored({}, self.objective.modules),
+            swapped(self.objective.params, iterate),
+        ):
+            return self.gradients()
+
+
+@dataclass(frozen=True)
+class BatchPass:
+    """A pass over a batch: the objective whose gradients are taken, and how they are summed.
+
+    `expected` is the rule that the query will clip by, as far as it is known: with it a form may
+    sum each group as soon as its norms are there. `pieces` deals the records of a large batch;
+    without it the batch is summed as one, in float64 where it is too large for float32.
+    `batch_size` is the public expected size of the batches, for which the model is certified at
+    once; without it each larger one is tested.
+    """
+
+    objective: Objective
+    batch: Batch
+    groups: Grouping = whole
+    execution: Execution = _PLAIN
+    metrics: Metrics | None = None
+    observed: RecordMetrics = lambda part: {}
+    expected: Clip | None = None
+    pieces: Pieces | None = None
+    batch_size: float = 0.0
+
+    @cached_property
+    def partition(self) -> Groups:
+        """The groups of the objective's parameters."""
+        return self.groups(tuple(self.objective.params))
+
+    def parts(self) -> Iterator[Part]:
+        """The micro-batches; an empty batch is one."""
+        run, objective = self.execution, self.objective
+        rows = rows_per_record(objective.loss)
+        capacity = run.capacity(self.batch_size, rows=rows)
+        parts = run.parts(self.batch, objective.modules, rows=rows, pieces=self.pieces)
+        for batch, share in parts:
+            weights = self._eager_weights(share)
+            own = objective if weights is None else replace(objective, foreseen=weights)
+            yield Part(own, batch, run.taker(own, batch, capacity), share)
+
+    def _eager_weights(self, share: float) -> EagerWeights | None:
+        """The weights of each group by itself, if there are several and the rule allows it."""
+        clip, partition = self.expected, self.partition
+        groups = len(partition.names)
+        if clip is None or clip.mapped or groups == 1:
+            return None
+
+        def weights(squares: Mapping[str, Tensor]) -> Tensor:
+            group = partition.of[next(iter(squares))]
+            norms = whole(tuple(squares)).norms(squares)[:, 0]
+            return clip.group_weights(norms, group=group, groups=groups)
+
+        within = piece_error(clip.bound(groups), share=share)
+        return EagerWeights(partition.together, weights, within)
+
+
+@answerable
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum of what `terms` returns for the records, each term clipped by its rule.
+
+    `terms(here, *earlier)` is given the per-sample gradients of a micro-batch at the parameters as
+    they are, and those at each of the `iterates`. `vectors` takes something else than the loss's
+    gradients for each record, such as a client's update.
+
+    Guarantees: adding or removing one record moves the sum, its metrics included, by at most `l2`,
+    whatever the record and the others are.
+
+    Example: `ClippedSum(lambda here: [Summand(here, hg.automatic())])` is what DP-SGD asks.
+    """
+
+    terms: Callable[..., Sequence[Summand]]
+    iterates: Sequence[Values] = ()
+    vectors: Callable[[Part], AnyGradients] | None = None
+    of_each_record: ClassVar[bool] = False
+
+    def bounded(self, work: BatchPass | None) -> Bounded:
+        """The sum over the micro-batches, with the records' metrics beside it."""
+        assert work is not None, "a clipped sum is asked of a batch"
+        total: Bounded | None = None
+        for part in work.parts():
+            earlier = [part.at(iterate) for iterate in self.iterates]
+            here = part.gradients() if self.vectors is None else self.vectors(part)
+            bounded = _summed(self.terms(here, *earlier), part, work)
+            total = bounded if total is None else total + bounded
+        assert total is not None
+        return total
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """One Gaussian release."""
+        return GaussianDpEvent(noise_multiplier)
+
+
+def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
+    """The clipped sum of one micro-batch."""
+    partition, metrics = work.partition, work.metrics
+    groups = len(partition.names)
+    norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
+    records = count(part.batch)
+    if not all(len(each) == records for each in norms):
+        raise Refused(
+            "expected one gradient for each record of the micro-batch, got another number of them; "
+            "make terms of the gradients that the query is given"
+        )
+    weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
+    bounded = together(
+        aggregate(
+            term.gradients,
+            partition.spread(w if term.factor == 1 else term.factor * w),
+            bound=abs(term.factor) * term.clip.bound(groups),
+            share=part.share,
+        )
+        for term, w in zip(terms, weights, strict=True)
+    )
+    if metrics is None:
+        return bounded
+    losses = terms[0].gradients.losses if terms[0].losses is None else terms[0].losses
+    rows = metrics.rows(losses, norms[0], weights[0], work.observed(part.batch))
+    return metrics.beside(bounded, rows)

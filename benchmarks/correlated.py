@@ -7,6 +7,7 @@ scikit-learn's digits, trained in a loop of its own with the same kinds of noise
 
 from __future__ import annotations
 
+import functools
 import statistics
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from hushgrad.types import Bounded, Relation
 
 DELTA = 1e-5
 TRAINED = 1500  # of the digits' 1797 records
-RATES = (0.5, 1.0, 2.0, 4.0, 8.0)  # learning rates; the best is shown for each kind of noise
+RATES = (0.5, 1.0, 2.0, 4.0)  # learning rates; the best is shown for each kind of noise
 
 show = Console(highlight=False, soft_wrap=True).print
 
@@ -70,6 +71,7 @@ def running_sums(setting: Setting) -> None:
         cycle *= 2
 
 
+@functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     """The digits with a constant beside the pixels, in [0, 1], in a fixed random order."""
     data = load_digits()
@@ -108,7 +110,7 @@ def classifiers(setting: Setting, seeds: int) -> None:
         f"digits, {setting.records} records, batches of {setting.batch}, {setting.steps} steps, "
         f"epsilon {setting.epsilon:g}: groups, error of running sums, accuracy of {seeds} runs"
     )
-    for cycle in (1, 2, 4, 8):
+    for cycle in (1, 4, 8):
         kind, sigma = setting.noise(cycle)
         tried = [
             [accuracy(setting, kind.at(sigma), cycle, rate=r, seed=k) for k in range(seeds)]
@@ -129,9 +131,9 @@ def main(seeds: int = 20) -> None:
     for epsilon in (3.0, 8.0):
         steps = steps_of(3, records=60_000, batch=512)
         running_sums(Setting(60_000, 512, steps, epsilon))
-    for epsilon in (2.0, 8.0):
-        steps = steps_of(6, records=TRAINED, batch=100)
-        classifiers(Setting(TRAINED, 100, steps, epsilon), seeds)
+    for batch, epochs, epsilon in ((25, 2, 4.0), (100, 6, 2.0)):
+        steps = steps_of(epochs, records=TRAINED, batch=batch)
+        classifiers(Setting(TRAINED, batch, steps, epsilon), seeds)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.turns import Worker, channel
 from hushgrad import data
 from hushgrad.accounting import Target, gaussian, least_noise
 from hushgrad.glm import PrivateLogisticRegression, losses
-from hushgrad.glm.defaults import INTERCEPT, Public, course
+from hushgrad.glm.defaults import INTERCEPT, Public, descent_settings
 from hushgrad.glm.rows import LONGEST
 from hushgrad.run.plan import Plan
 from hushgrad.types import Relation
@@ -78,7 +78,7 @@ def torch_path(arrays: Arrays, epsilon: float) -> Outcome:
         loss.smoothness, 30.0,
     )  # fmt: skip
     start = time.perf_counter()
-    chosen = course(public, full=False)
+    chosen = descent_settings(public, full=False)
     sigma, _ = least_noise(
         lambda z: chosen.sampling.run_event(
             gaussian(z), num_records=len(x), num_steps=chosen.steps

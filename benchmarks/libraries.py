@@ -85,7 +85,7 @@ class Hushgrad:
 
         self.workload, self.params = workload, trainable(workload.model)
         grouping = hg.per_layer if layers else hg.grouping.whole
-        self.groups = tuple(dict.fromkeys(grouping(tuple(self.params)).together.values()))
+        self.groups = tuple(dict.fromkeys(grouping(tuple(self.params)).members.values()))
         clip = hg.abadi(CLIP_NORM)
         execution = hg.Execution(form=recomputed if frugal or layers else auto, compile=compile)
         self.bounded = partial(

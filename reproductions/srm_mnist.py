@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hushgrad.algorithms import Output, Sgd, Srm, average
 from hushgrad.clipping.rules import abadi
 from hushgrad.data.idx import mnist
+from hushgrad.iterates import exchange_values
 from hushgrad.launch.reproduction import StudySettings
-from hushgrad.points import swapped
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan, plan
 from hushgrad.run.training import train
@@ -166,7 +166,7 @@ def _train_with_curve(
         for end in ends[len(curve) :]:
             kept[end] = rules[end].after(kept[end], params, taken)
         if taken == ends[len(curve)]:
-            with swapped(params, kept.pop(taken)["point"]):
+            with exchange_values(params, kept.pop(taken)["point"]):
                 curve.append((taken, seconds, _error(model, test)))
         started = time.process_time()
     return curve

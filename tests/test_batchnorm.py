@@ -138,7 +138,7 @@ def test_what_a_subclass_adds_is_kept(act: Any) -> None:
 @pytest.mark.parametrize("kind", [NormReLU, ActNorm, InTrainingOnly, Taught])
 def test_what_cannot_be_kept_is_refused_by_name(kind: Any) -> None:
     model = nn.Sequential(nn.Conv2d(1, 16, 3), kind(16))
-    with pytest.raises(Refused, match=f"layer '1' is a {kind.__name__}, which does more"):
+    with pytest.raises(Refused, match=f"layer '1' is a {kind.__name__}, whose forward does more"):
         replace_batchnorm(model)
     assert type(model[1]) is kind
 

@@ -15,7 +15,7 @@ EXPERIMENTS = {"hushgrad_recipes": "recipes", "hushgrad_reproductions": "reprodu
 # their own. Rooms on one line do not import each other.
 RANKS = (
     ("types", "rng", "numerics", "bits", "moved"),
-    ("files", "batches", "events", "points", "batchnorm", "parallel"),
+    ("files", "batches", "events", "iterates", "batchnorm", "parallel"),
     ("data", "sampling", "noise", "clipping", "run.metrics", "run.augmentation"),
     # per-sample gradients
     ("gradients.errors", "gradients.constants", "gradients.probes", "gradients.guards"),

@@ -1,9 +1,12 @@
 """The public face stays small and documented, and no module grows past one sitting."""
 
 import ast
+import doctest
 import importlib
 import inspect
+import re
 from collections import defaultdict
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,6 +53,58 @@ def test_names_are_few_sorted_and_unique() -> None:
 @pytest.mark.parametrize("name", hushgrad.__all__)
 def test_every_name_is_documented(name: str) -> None:
     assert own_docstring(name, getattr(hushgrad, name)).strip(), f"{name} has no docstring"
+
+
+# Rooms whose public names teach: a docstring with arguments, an example that runs, a plain start.
+TEACHING_ROOMS = ("accounting", "clipping", "data", "glm", "ledger", "sampling")
+# Names of the package that come from rooms still to be gone through, and the files to download.
+STILL_TO_COME = {"Execution", "Metrics", "Plan", "Run", "clipped_sum", "difference", "per_sample"}
+STILL_TO_COME |= {"plan", "train"}
+
+
+def public_callables() -> dict[str, object]:
+    """The functions and classes of the package's face, and of the rooms that teach."""
+    found = {name: getattr(hushgrad, name) for name in hushgrad.__all__}
+    for room in TEACHING_ROOMS:
+        module = importlib.import_module(f"hushgrad.{room}")
+        found |= {f"{room}.{name}": getattr(module, name) for name in module.__all__}
+    usable = {n: x for n, x in found.items() if inspect.isclass(x) or inspect.isroutine(x)}
+    return {n: x for n, x in usable.items() if n not in STILL_TO_COME}
+
+
+def parameters_of(value: object) -> list[str]:
+    """The arguments that a user passes; none for protocols, enumerations and exceptions."""
+    if inspect.isclass(value) and (
+        issubclass(value, Enum | Exception) or getattr(value, "_is_protocol", False)
+    ):
+        return []
+    parameters = inspect.signature(value).parameters.values()  # type: ignore[arg-type]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def explained(text: str) -> list[str]:
+    """The names in a docstring's section `Args:`."""
+    section = re.search(r"^Args:\n((?: {4}.*\n|\n)*)", inspect.cleandoc(text) + "\n", re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    heads = (re.match(r" {4}(\w[\w, ]*):", line) for line in lines)
+    return [name for head in heads if head for name in head[1].split(", ")]
+
+
+@pytest.mark.parametrize("name", public_callables())
+def test_a_public_docstring_teaches(name: str) -> None:
+    value = public_callables()[name]
+    text = own_docstring(name.rpartition(".")[2], value)
+    first = inspect.cleandoc(text).partition("\n")[0]
+    assert first.endswith((".", ":")), f"{name}: expected one sentence in the first line"
+    missing = set(parameters_of(value)) - set(explained(text))
+    assert not missing, f"{name}: expected a line in Args for {sorted(missing)}"
+    assert doctest.DocTestParser().get_examples(text), f"{name}: expected an example (>>>)"
+
+
+def test_explained_reads_arguments_of_a_docstring() -> None:
+    text = "First.\n\n    Args:\n        a, b: x\n            y: z\n        c: x\n\n"
+    assert explained(text) == ["a", "b", "c"]
+    assert explained("First.") == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

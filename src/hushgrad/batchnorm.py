@@ -1,4 +1,4 @@
-"""BatchNorm couples the records of a batch; GroupNorm does the same work for each by itself."""
+"""Replace BatchNorm, which mixes the records of a batch, by GroupNorm, which does not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hushgrad.types import Refused
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_LEAST_GROUP = 8  # of n values a normalisation keeps n - 2: of one nothing, of two the signs
-_LEAST_ROW = 4  # channels, where no others than those of one position may be normalised together
+# Normalising n values leaves n - 2 degrees of freedom: nothing of one value, of two the signs.
+_LEAST_GROUP = 8
+_LEAST_ROW = 4  # channels of inputs [B, C], whose only values are those of the one position
 
 
 class GroupNormThen(nn.GroupNorm):
-    """A GroupNorm and the layers that follow it, under their own names beside its parameters."""
+    """A GroupNorm followed by the child layers of the BatchNorm subclass that it replaces."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise, then run the layers in order."""
@@ -29,21 +30,24 @@ class GroupNormThen(nn.GroupNorm):
 def replace_batchnorm(
     model: Model, *, max_groups: int = 32, least_group: int = _LEAST_GROUP
 ) -> Model | nn.GroupNorm:
-    """Put a GroupNorm in the place of every BatchNorm of `model`, and return the model.
+    """Replace every BatchNorm of `model` by a GroupNorm, in place.
 
-    Scale and shift are taken over; running statistics are dropped. The keys of weight and bias in
-    the state dict stay as they are. A model that is itself a BatchNorm comes back as a GroupNorm.
-    What a subclass runs after normalising (an activation, a dropout) is kept.
+    BatchNorm mixes the records of a batch, so no bound on one record's gradient holds. The new
+    layers keep weight and bias under the same state-dict keys and drop the running statistics.
+    Layers that a subclass runs after normalising (an activation, a dropout) are kept.
 
     Args:
         model: any module; it is changed in place.
         max_groups: the largest number of groups.
-        least_group: the fewest channels of a group, or all the channels if there are fewer. Where
-            inputs have no positions, `[B, C]`, only the group's own channels are normalised
-            together, and groups of one channel would return the same for every record.
+        least_group: the fewest channels in a group, or all channels if there are fewer. For inputs
+            of shape `[B, C]` only the channels of a group are normalised together, and a group of
+            one channel would return the same value for every record.
+
+    Returns:
+        The model; if the model is itself a BatchNorm, its GroupNorm.
 
     Raises:
-        Refused: for a layer that no GroupNorm can replace, by its name.
+        Refused: for a layer that a GroupNorm cannot replace; the message names the layer.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU())
@@ -91,31 +95,30 @@ def _refuse_irreplaceable(norm: _BatchNorm, path: str) -> None:
     layer = f"{f'layer {path!r}' if path else 'the model'} is a {type(norm).__name__}"
     if norm.num_features == 0:
         raise Refused(
-            f"{layer} that has seen no batch yet and does not know its channels; run the model "
-            "once on a batch of zeros, and replace it then"
+            f"{layer} that has seen no batch yet and does not know its number of channels; run the "
+            "model once on a batch of zeros, and replace it then"
         )
     if norm._forward_hooks or norm._forward_pre_hooks:
         raise Refused(
-            f"{layer} with hooks, which a GroupNorm in its place would not have; remove them "
-            "first, and register them again on the new layer"
+            f"{layer} with hooks, which would be lost; remove them first, and register them again "
+            "on the new layer"
         )
     if isinstance(norm, nn.BatchNorm1d) and norm.num_features < _LEAST_ROW:
         raise Refused(
-            f"{layer} of {norm.num_features} channels, too few to normalise a record's own by "
-            "themselves: it would lose what tells records apart; put nn.Identity() there for "
-            f"inputs [B, C], or nn.GroupNorm(1, {norm.num_features}) for inputs [B, C, L]"
+            f"{layer} of {norm.num_features} channels, too few to normalise within one record: "
+            "the outputs would hardly differ between records; use nn.Identity() for inputs "
+            f"[B, C], or nn.GroupNorm(1, {norm.num_features}) for inputs [B, C, L]"
         )
     plain = type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     if not (plain and not norm._modules) and not _is_batch_norm_then_children(norm):
         raise Refused(
-            f"{layer}, which does more than normalise and then run its own layers in order, and "
-            "that would be lost; put a normalisation of your own in its place, such as "
-            "nn.GroupNorm"
+            f"{layer}, whose forward does more than normalise and then run its child layers in "
+            "order, which would be lost; replace it by hand, for example by nn.GroupNorm"
         )
 
 
 def _is_batch_norm_then_children(norm: _BatchNorm) -> bool:
-    """Try whether a subclass returns what BatchNorm and then its own layers return."""
+    """Test whether a subclass computes BatchNorm followed by its child layers."""
     dims = 4
     if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm3d):
         dims = 2 if isinstance(norm, nn.BatchNorm1d) else 5
@@ -140,7 +143,7 @@ def _same_in_mode(norm: _BatchNorm, x: Tensor) -> bool:
         expected = _through(norm, normalised)
         torch.manual_seed(1)
         return torch.allclose(norm(x.clone()), expected, rtol=1e-4, atol=1e-4)
-    except Exception:  # its layers do not fit one another, or it takes other inputs
+    except Exception:  # the shapes of its layers do not fit, or it takes other inputs
         return False
 
 

@@ -1,6 +1,7 @@
-"""Digests of tensors' bits, far cheaper than a step: has anybody written to them since?
+"""Digests of tensors' bits, which detect writes at a fraction of the cost of a step.
 
-Versions do not tell: a fused optimizer, `.data` and a view in NumPy leave them as they were.
+Autograd's version counters do not detect all writes: a fused optimizer, `.data` and a NumPy view
+leave them unchanged.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_COLUMNS = 509  # prime, so that entries a power of two apart do not count alike
+_COLUMNS = 509  # prime, so that entries a power of two apart get different weights
 _WEIGHTS = 2**14
-_FEW = 1024  # entries
+_FEW = 1024  # entries; up to this many, hashing is faster than one call of torch
 _KNOWN_TO_NUMPY = (torch.float32, torch.float64, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each tensor that depends on all its bits and their places.
+    """Return a number for each tensor that depends on all its bits and their positions.
 
-    Not a secret and not unforgeable: it finds mistakes, by weights that differ from place to place.
+    It detects mistakes. It is not a cryptographic hash: a weighted sum, easy to forge.
 
     >>> x = torch.zeros(3)
     >>> digests({"x": x}) == digests({"x": x + 0}), digests({"x": x}) == digests({"x": x + 1e-9})
@@ -32,15 +33,15 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     found: dict[torch.device, dict[str, Tensor]] = {}
     for name, x in tensors.items():
         if x.device.type == "cpu" and x.numel() <= _FEW and x.dtype in _KNOWN_TO_NUMPY:
-            numbers[name] = _hashed(x)  # a call of torch would take longer
+            numbers[name] = _hash(x)
         else:
             found.setdefault(x.device, {})[name] = _digest(x)
-    for each in found.values():  # one look at each device
+    for each in found.values():  # one transfer per device, since each waits for its queue
         numbers |= zip(each, torch.stack(list(each.values())).tolist(), strict=True)
     return {name: numbers[name] for name in tensors}
 
 
-def _hashed(x: Tensor) -> int:
+def _hash(x: Tensor) -> int:
     data: bytes = x.detach().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
@@ -67,7 +68,7 @@ def _digest(x: Tensor) -> Tensor:
 
 
 def _in_memory_order(x: Tensor) -> Tensor:
-    """All entries as one vector, a view where there are no gaps."""
+    """Return all entries as one vector, which is a view if the tensor has no gaps."""
     if x.is_contiguous():
         return x.view(-1)
     if torch.ops.aten.is_non_overlapping_and_dense(x):
@@ -77,7 +78,7 @@ def _in_memory_order(x: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, so that none makes a bit vanish."""
+    """Random odd numbers: multiplying by an odd number modulo 2⁶⁴ loses no bit."""
     generator = torch.Generator().manual_seed(_COLUMNS)
     drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator)
     return (drawn | 1).to(device)

@@ -1,4 +1,4 @@
-"""The doctor: what each parameter costs, and the proof that its per-sample gradients are right."""
+"""The doctor: what each parameter costs, and tests that its per-sample gradients are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hushgrad.types import Batch, Loss, Params
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter: what consumed it, how its gradient is held, and what that costs a record."""
+    """One parameter: which operations use it, how its gradient is held, and the cost per record."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the proof."""
+    """One tested claim: what was measured, and whether the claim holds."""
 
     claim: str
     found: str
@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor` found: a row for each parameter, the proof on probes, and the verdict."""
+    """The findings of `doctor`: a row for each parameter, the tested claims, and the verdict."""
 
     form: str
     rows: tuple[ParameterRow, ...]
@@ -59,12 +59,12 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """True if every line of the proof holds."""
+        """True if every claim holds."""
         return all(check.holds for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The conclusion in one sentence."""
         if self.healthy:
             return f"certified: private training will use the {self.form} form"
         failed = "; ".join(check.claim for check in self.checks if not check.holds)
@@ -85,7 +85,7 @@ class Diagnosis:
         yield table
         for form, reason in self.why_not.items():
             yield f"Not {form}: {reason}"
-        proof = _table("Proof on probes")
+        proof = _table("Tests on probe batches")
         for heading in ("claim", "found", ""):
             proof.add_column(heading)
         for check in self.checks:
@@ -107,11 +107,29 @@ def doctor(
     form: Form | Sequence[Form] = auto,
     idle: Collection[str] = (),
 ) -> Diagnosis:
-    """Certify a model and show what each of its parameters costs.
+    """Certify a model for private training, and show what each of its parameters costs.
 
-    `idle` names parameters that only some records reach.
+    Guarantees: the certificate is the one that `train` uses, so a healthy model trains privately.
 
-    Raises `Refused`, with parameter, operation and remedy, where no form can be certified.
+    Args:
+        model: the model; its trainable parameters are the private ones.
+        loss: takes a batch and returns one loss for each record.
+        batch: a few records of the shape that training will use; their values do not matter.
+        form: which forms of per-sample gradients to try, in order.
+        idle: names of parameters that only some records use.
+
+    Returns:
+        A `Diagnosis`: print it with `rich.print`, or read `.verdict` and `.rows`.
+
+    Raises:
+        Refused: if no form can be certified; the message names parameter, operation and remedy.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(3, 1)
+        >>> found = doctor(model, lambda x: model(x).squeeze(1).square(), torch.randn(4, 3))
+        >>> found.verdict, found.rows[1].name
+        ('certified: private training will use the traced form', 'bias')
     """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     settings: dict[str, Any] = {"modules": (model,), "idle": idle}
@@ -168,12 +186,12 @@ def _checks(certificate: Certificate, params: Params) -> list[Check]:
             seen.gradient <= max(slack, 1e-4),
         ),
         Check(
-            "a record keeps its bits whatever the other records are",
+            "a record's results are bit-identical whatever the other records are",
             _places(certificate),
             True,
         ),
         Check("every private parameter was reached", f"{len(params)} of {len(params)}", True),
-        Check("no gradient and no buffer was written unseen", "none", True),
+        Check("no gradient or buffer was written without hushgrad noticing", "none", True),
     ]
 
 
@@ -181,7 +199,7 @@ def _places(certificate: Certificate) -> str:
     padded = f"in batches padded to multiples of {certificate.multiple}"
     if certificate.period == 1:
         return padded
-    return f"{padded}, at places it draws modulo {certificate.period}"
+    return f"{padded}, at random positions modulo {certificate.period}"
 
 
 def _amount(value: float) -> str:

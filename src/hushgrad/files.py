@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and one sentence where they cannot be."""
+"""Atomic writes: a file is written as a whole or not at all, and failures name a remedy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import BinaryIO
 from hushgrad.types import Refused
 
 PARTIAL = ".partial"
-"""How the name ends of a file that is being written."""
+"""The suffix of a file that is still being written."""
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name once all of it is on the disk.
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` only when the block ends and its bytes are on the disk.
 
-    An older one stays until then. If it cannot be written, nothing is left behind. Several
-    processes may write the same file: one of theirs stays, whole.
+    Until then an older file stays. If the block raises, nothing is left behind. If several
+    processes write the same path, one of the files stays, complete.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    with file_errors_explained(path):
+    with explain_file_errors(path):
         try:
             with partial.open("wb") as file:
                 yield file
@@ -36,24 +36,24 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # or a power cut could undo the replacement
+            os.fsync(folder)  # without it, a power cut could undo the rename
         finally:
             os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8, whole or not at all."""
-    with written_whole(path) as file:
+    """Write a text in UTF-8 atomically."""
+    with open_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def file_errors_explained(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of a file into one sentence with a remedy."""
+def explain_file_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` on this file into a `Refused` that names the file and a remedy."""
     try:
         yield
     except OSError as error:
         raise Refused(
-            f"expected to write {path}, got: {error.strerror or error}; see that its folder is "
-            "there, may be written and has room, and go on: an older file stays as it was"
+            f"expected to write {path}, got: {error.strerror or error}; make sure that its folder "
+            "exists, is writable and has free space, then retry: an older file is unchanged"
         ) from error

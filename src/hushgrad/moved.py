@@ -1,4 +1,4 @@
-"""Modules that have moved: an import of an old name fails with the new one."""
+"""Modules that have moved: importing an old name raises an error that names the new one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ MOVED = {
     "aggregate": "clipping.aggregate",
     "grouping": "clipping.groups",
     "persample": "gradients",
+    "points": "iterates",
     "recipe": "launch.recipe",
     "words": "launch.words",
     **{name: f"run.{name}" for name in _RUN},
 }
-"""Modules of version 0.1 that its documentation named, and where they are now."""
+"""Modules of version 0.1 and their new names."""
 
 
 class Moved(MetaPathFinder):
-    """Asked last, where there is no such module."""
+    """An import hook that Python asks last, when no module of this name was found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        """Raise with the new name of a module that has one."""
+        """Raise `ModuleNotFoundError` with the new name, if the module has one."""
         package, _, name = fullname.partition(".")
         new = MOVED.get(name) if package == __package__ else None
         if new is not None:
@@ -42,6 +43,6 @@ class Moved(MetaPathFinder):
 
 
 def name_what_moved() -> None:
-    """Let imports of old names fail with the new ones."""
+    """Install the import hook that names the new modules."""
     if not any(isinstance(finder, Moved) for finder in sys.meta_path):
         sys.meta_path.append(Moved())

@@ -1,7 +1,7 @@
-"""Arithmetic that a bound can rest on: exact matrix products, and norms rounded upwards.
+"""Arithmetic with error bounds: full-precision matrix products, and upper bounds on norms.
 
-Privacy arithmetic has its own precision, whatever the model's: float32 or wider for factors and
-sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside float32 ones.
+Privacy arithmetic has its own precision, independent of the model's: float32 or wider for factors
+and sums, float64 for squares, no autocast, no TF32, no bfloat16 products inside float32 ones.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 RELATIVE_SLACK = 0.02
-"""A squared norm's upper bound is at most this much above its estimate."""
+"""The upper bound on a squared norm is at most this much above its estimate, relative to it."""
 
-_CHUNK = 256  # columns added in float32 before the sum goes on in float64
+_CHUNK = 256  # float32 sums of this many columns are then added in float64
 
 
 class Square(NamedTuple):
-    """Squared norms, each within `slack` of its `estimate`."""
+    """Estimates of squared norms; the true value is within `slack` of `estimate`."""
 
     estimate: Float[Tensor, " batch"]
     slack: Float[Tensor, " batch"]
 
     @property
     def upper(self) -> Float[Tensor, " batch"]:
-        """The certified upper bound; inf where nothing finite can be said."""
+        """The certified upper bound; inf where estimate or slack is NaN or infinite."""
         return torch.nan_to_num(self.estimate + self.slack, nan=torch.inf, posinf=torch.inf)
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Square:
-        """Both parts, put through a function."""
+        """Apply a function to the estimate and to the slack."""
         return Square(function(self.estimate), function(self.slack))
 
     @property
     def loose(self) -> Bool[Tensor, " batch"]:
-        """True where the slack is too large to be useful, or nothing finite is known."""
-        # Infinite ones leave nan, which compares as false.
+        """True where the slack is too large to be useful, or the bound is not finite."""
+        # inf - inf is NaN, which compares as false, so that infinite estimates are loose.
         return ~(RELATIVE_SLACK * self.estimate - self.slack >= 0)
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return `x` in float32, or in float64 if it is that already."""
+    """Return `x` in float32, or unchanged if it is float32 or float64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -98,16 +98,17 @@ class exact_products:  # noqa: N801 (used as a function; a generator would take 
 
 
 def square_norms(x: Float[Tensor, batch * shape]) -> Square:
-    """Squared norms of materialised vectors: no cancellation, only rounding and underflow.
+    """Return the squared norms of materialised vectors.
 
-    Runs of 256 entries are reduced in the vector's own type, the runs in float64; a float32
-    reduction of 38 million entries in one go was seen to come out 0.27 % low.
+    There is no cancellation, so only rounding and underflow count. Chunks of 256 entries are
+    reduced in the vector's own type, and the chunks are added in float64: a single float32
+    reduction of 38 million entries was measured to be 0.27 % too low.
     """
-    return nothing_lost_at_zero(raw_square_norms(x), x)
+    return without_slack_at_zero(raw_square_norms(x), x)
 
 
 def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
-    """Squared norms without a look at any value, as a compiled program needs them."""
+    """Return squared norms without branching on values, as a compiled program needs it."""
     flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1)
     count = flat.shape[1]
     body = count - count % _CHUNK
@@ -116,13 +117,13 @@ def raw_square_norms(x: Float[Tensor, batch * shape]) -> Square:
     else:
         estimate = _square_norm(flat[:, :body].unflatten(1, (-1, _CHUNK))).sum(1)
         estimate = estimate if body == count else estimate.add_(_square_norm(flat[:, body:]))
-    # Rounding of a run, and at most the smallest normal number for each square that underflows.
+    # Rounding within a chunk, plus at most the smallest normal number per square that underflows.
     slack = (min(_CHUNK, count) + 8) * rounding(x.dtype) * estimate
     return Square(estimate, slack.add_(count * smallest_normal(x.dtype)))
 
 
-def nothing_lost_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
-    """A vector that is zero exactly has no slack."""
+def without_slack_at_zero(square: Square, x: Float[Tensor, batch * shape]) -> Square:
+    """Set the slack to 0 for vectors that are exactly zero."""
     estimate, slack = square
     if bool(estimate.all()):
         return square
@@ -139,7 +140,7 @@ def _square_norm(runs: Tensor) -> Tensor:
 def inner_products(
     x: Float[Tensor, "batch s d"], y: Float[Tensor, "batch t d"], chunk: int
 ) -> Float[Tensor, "batch s t"]:
-    """All inner products of the rows of `x` and `y`: `chunk` columns at a time, then float64."""
+    """Return all inner products of rows of `x` and `y`, adding chunks of columns in float64."""
     total = None
     for start in range(0, x.shape[-1], chunk):
         part = torch.bmm(x[..., start : start + chunk], y[..., start : start + chunk].mT)
@@ -149,16 +150,16 @@ def inner_products(
     return total
 
 
-_FEW = 2**20  # multiplications that are over before oneDNN has begun
-_LARGE = 2**14  # entries of a weight
+_FEW = 2**20  # multiplications; with fewer, the overhead of a call of oneDNN dominates
+_LARGE = 2**14  # entries of a weight, likewise
 
 
 def product(
     x: Float[Tensor, "rows n"], y: Float[Tensor, "n columns"]
 ) -> Float[Tensor, "rows columns"]:
-    """The matrix product, by oneDNN where torch has it and it is worth the call.
+    """Return the matrix product, by oneDNN where torch has it and the product is large enough.
 
-    On processors that are not Intel's, MKL leaves half of the vector unit idle and oneDNN does not.
+    MKL uses only half of the vector unit on processors that are not Intel's; oneDNN uses all of it.
     """
     worth_it = x.numel() * y.shape[1] >= _FEW and y.shape[1] >= 32
     found = _by_onednn(x, y.mT, None) if worth_it else None
@@ -170,15 +171,16 @@ def linear_product(
     w: Float[Tensor, "columns n"],
     bias: Float[Tensor, " columns"] | None = None,
 ) -> Float[Tensor, "*rows columns"]:
-    """`F.linear`, by oneDNN where `is_for_onednn`."""
+    """Return `F.linear(x, w, bias)`, by oneDNN if `is_for_onednn(w)`."""
     found = _by_onednn(x, w, bias) if is_for_onednn(w) else None
     return F.linear(x, w, bias) if found is None else found
 
 
 def is_for_onednn(w: Float[Tensor, "columns n"]) -> bool:
-    """Is it worth the call to multiply rows by this weight?
+    """Return whether products with this weight are large enough for oneDNN.
 
-    A row keeps its bits whatever the number of rows, so they have no say in it.
+    The answer must not depend on the number of rows: then a record's result would change with the
+    size of its batch.
     """
     return w.dim() == 2 and w.numel() >= _LARGE and min(w.shape) >= 32 and _is_single(w)
 
@@ -197,18 +199,20 @@ def _is_single(x: Tensor) -> bool:
 
 
 def _packed(w: Tensor) -> bool:
-    """Has it no gaps? Through gaps oneDNN goes by a slow reference: 2000 times as long was seen.
+    """Return whether a weight has no gaps in memory.
 
-    Those of the other operand do not matter: it is copied.
+    With gaps oneDNN falls back to a reference kernel, measured to be 2000 times as slow. Gaps in
+    the other operand do not matter, because oneDNN copies it.
     """
     return w.is_contiguous() or w.mT.is_contiguous()
 
 
 @functools.cache
 def _onednn_linear() -> Any:
-    """torch's own operation for `x @ w.T` by oneDNN, if this torch has one that does that.
+    """Return torch's operation for `x @ w.T` by oneDNN, or None if this torch has none.
 
-    It is not public: torch calls it from the programs that it compiles.
+    It is a private operation, which torch calls from compiled programs, so it is tested here
+    before it is used.
     """
     try:
         linear = torch.ops.mkldnn._linear_pointwise

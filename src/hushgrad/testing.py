@@ -1,6 +1,7 @@
-"""Contract suites: does a clipping rule, a form of gradients or a sampler keep its promises?
+"""Contract suites: tests that your own clipping rule, form of gradients or sampler must pass.
 
-Each suite returns nothing, or raises `AssertionError` with what was expected, came, and to do.
+Each suite returns nothing if the contract holds. Otherwise it raises `AssertionError`, which says
+what was expected, what came, and how to mend it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,22 @@ from hushgrad.types import Batch, Loss, Params, Refused, Relation
 
 
 def check_clip_rule(clip: Clip, groups: int = 1) -> None:
-    """Check that a rule keeps its bound by itself, and treats every record alone.
+    """Check that a clipping rule keeps its bound, and treats each record on its own.
 
-    The library clamps the weights of any rule; this tells whether the clamp is ever needed.
+    The library clamps the weights of every rule to the bound that the rule states. This suite tells
+    whether your rule would need the clamp.
 
-    >>> from hushgrad import clipping
-    >>> check_clip_rule(clipping.automatic(), groups=3)
+    Args:
+        clip: the rule, such as `clipping.custom(...)`.
+        groups: the number of groups of parameters to try it with.
+
+    Raises:
+        AssertionError: if a weight exceeds the bound, is not finite, is not repeatable, or
+            depends on other records in the batch.
+
+    Example:
+        >>> from hushgrad import clipping
+        >>> check_clip_rule(clipping.automatic(), groups=3)
     """
     clip_norms = torch.tensor(clip.clip_norms(groups), dtype=torch.float64)
     bound, norms = clip.bound(groups), _norms(groups)
@@ -64,7 +75,7 @@ def check_clip_rule(clip: Clip, groups: int = 1) -> None:
 
 
 def _norms(groups: int) -> Tensor:
-    """Norms of all sizes: alike in all groups, in one group only, and at random."""
+    """Return norms of all magnitudes: equal in all groups, in one group only, and random."""
     sizes = torch.tensor([0, 1e-30, 1e-12, 1e-3, 0.5, 1, 2, 1e3, 1e12, 1e30]).double()[:, None]
     one_only = torch.eye(groups, dtype=torch.float64)[0]
     random = torch.randn(40, groups, generator=torch.Generator().manual_seed(0)).double()
@@ -80,30 +91,46 @@ def check_per_sample(
     form: Form | Sequence[Form] = auto,
     modules: Sequence[nn.Module] = (),
 ) -> None:
-    """Check per-sample gradients, of any form, against runs of one record at a time.
+    """Check per-sample gradients against gradients computed for one record at a time.
 
-    Random draws (dropout) are replaced by their means. The records must be finite.
+    Random operations (dropout) are replaced by their means during the check.
+
+    Args:
+        loss: takes a batch and returns one loss for each record.
+        params: the private parameters, by name.
+        batch: a few records with finite values.
+        form: the forms to try, in order.
+        modules: the modules that the loss uses, whose buffers are restored.
+
+    Raises:
+        AssertionError: if norms or weighted sums differ, if a NaN record of weight 0 changes a
+            sum, or if an empty batch fails.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> params = dict(model.named_parameters())
+        >>> check_per_sample(lambda x: model(x).squeeze(1).square(), params, torch.randn(4, 3))
     """
 
-    def certified(loss: Loss, batch: Batch) -> AnyGradients:
+    def certify(loss: Loss, batch: Batch) -> AnyGradients:
         try:
             return per_sample(loss, params, batch, form=form, modules=modules)
         except Refused as refusal:
             raise AssertionError(f"expected {form} to be certified, got: {refusal}") from refusal
 
     with WithoutRandomness() as neutral:
-        g = certified(loss, batch)
+        g = certify(loss, batch)
         exact = _one_by_one(loss, params, batch)
         rough = FINE.get(neutral.narrowest, COARSE).rounding
         for what, combined, times in (("g", g, 1.0), ("0.5 * g + g", 0.5 * g + g, 1.5)):
             _check_norms(combined, {k: times * x for k, x in exact.items()}, rough, what)
             _check_sums(combined, {k: times * x for k, x in exact.items()}, rough, what)
-        # The first record's loss is made nan by a factor, whatever the records are made of.
+        # A factor makes the first record's loss NaN, for every type of record.
         factor = torch.ones(records.count(batch), device=next(iter(params.values())).device)
         factor[0] = torch.nan
-        tainted = certified(lambda x: loss(x[0]) * x[1], (batch, factor))
+        tainted = certify(lambda x: loss(x[0]) * x[1], (batch, factor))
         _check_sums(tainted, exact, rough, "a nan record of weight 0", skip=1)
-        empty = certified(loss, records.cut(batch, 0, 0))
+        empty = certify(loss, records.cut(batch, 0, 0))
         for none in (empty, 0.5 * empty + empty):
             sums = none.weighted_sum(dict.fromkeys(params, factor[:0].double()))
             found = [*none.sq_norms().values(), *(x[x != 0] for x in sums.values())]
@@ -112,7 +139,7 @@ def check_per_sample(
 
 
 def _one_by_one(loss: Loss, params: Params, batch: Batch) -> dict[str, Tensor]:
-    """Each record's gradient, flat and in float64."""
+    """Return each record's gradient, flattened, in float64."""
     found: dict[str, list[Tensor]] = {name: [] for name in params}
     for i in range(records.count(batch)):
         alone = records.cut(batch, i, i + 1)
@@ -122,7 +149,7 @@ def _one_by_one(loss: Loss, params: Params, batch: Batch) -> dict[str, Tensor]:
 
 
 def _scales(exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What errors are relative to: the norm, or 1 % of all parameters' where that is larger."""
+    """Return the scale of errors: a parameter's norm, or 1 % of all parameters' if larger."""
     total = torch.cat([*exact.values()], 1).norm(dim=1)
     return {name: torch.maximum(x.norm(dim=1), 0.01 * total) + 1e-30 for name, x in exact.items()}
 
@@ -149,7 +176,7 @@ def _check_sums(
             size = float((weights.abs() * scale).sum()) + 1e-30
             expected = f"{what}, {name}: the weighted sum of one-record gradients within 1e-5"
             fix = "sum what was measured, and mask records of weight 0, as 0 * nan is nan"
-            # The smaller error is that of a sum in float64, or nearly.
+            # The smaller error forces a sum in float64.
             for within in (math.inf, 1e-6 * size):
                 came = g.weighted_sum(dict.fromkeys(exact, weights), within=within)[name]
                 error = (came.double().flatten() - weights @ exact[name]).norm() / size
@@ -157,12 +184,22 @@ def _check_sums(
 
 
 def check_sampler(scheme: Scheme, *, num_records: int = 60, steps: int = 2000) -> None:
-    """Check that a sampling scheme draws what it says, and claims no more amplification than that.
+    """Check that a scheme draws what it states, and claims no more amplification than that.
 
-    A whole scheme takes seconds: the draws of `steps` steps are counted.
+    It counts the draws of `steps` steps, which takes a few seconds.
 
-    >>> from hushgrad.sampling import Poisson
-    >>> check_sampler(Poisson(0.2), steps=500)
+    Args:
+        scheme: the sampling scheme.
+        num_records: the size of the data set to draw from.
+        steps: the number of steps to draw; with more, smaller deviations are found.
+
+    Raises:
+        AssertionError: if draws are not repeatable, positions are out of range or not ascending,
+            records are drawn unevenly, or the event claims too much amplification.
+
+    Example:
+        >>> from hushgrad.sampling import Poisson
+        >>> check_sampler(Poisson(0.2), steps=500)
     """
     rng, what = Rng.fixed(0), scheme.statement
     drawn = [scheme.draw(num_records, step=step, rng=rng) for step in range(steps)]
@@ -187,20 +224,20 @@ def check_sampler(scheme: Scheme, *, num_records: int = 60, steps: int = 2000) -
         differs = not all(np.array_equal(x, drawn[0]) for x in (*drawn[1:4], other))
         _require(differs, f"{what}: other batches at other steps and keys", "the same", fix)
     length = scheme.epoch(num_records)
-    if length is None:  # of an epoch the last batch is smaller
+    if length is None:  # in an epoch, the last batch may be smaller
         error = 6 * float(sizes.std()) / math.sqrt(steps) + 1e-9 * size
         near = abs(float(sizes.mean()) - size) <= error
         fix = "return the mean size from expected_batch: sums are divided by it"
         _require(near, f"{what}: batches of {size:g} on average", float(sizes.mean()), fix)
     else:
         whole = table[: steps // length * length].reshape(-1, length, num_records).sum(1)
-        fix = "deal each record out once in an epoch"
+        fix = "put each record into exactly one batch of an epoch"
         _require(
             bool((whole == 1).all()), f"{what}: each record once in {length} steps", "not", fix
         )
     rate = table.mean()
     off = float(np.abs(table.mean(0) - rate).max())
-    fix = "draw every record alike: amplification rests on it"
+    fix = "draw every record with the same probability: amplification assumes it"
     most = 6 * math.sqrt(rate * (1 - rate) / steps)
     _require(off <= most, f"{what}: each record as often as any other", off, fix)
     _check_amplification(scheme, num_records, float(rate))
@@ -232,7 +269,7 @@ def _check_participation(
 
 
 def _check_amplification(scheme: Scheme, num_records: int, rate: float) -> None:
-    """No scheme hides a record better than a draw by itself at the same rate, in one step."""
+    """Check one step against Poisson sampling at the same rate, which no scheme can beat."""
     what, step = scheme.statement, gaussian(1.0)
     event = scheme.run_event(step, num_records=num_records, num_steps=1)
     found = []

@@ -9,7 +9,7 @@ from dp_accounting import DpEvent, LaplaceDpEvent
 
 from hushgrad import Relation
 from hushgrad.accounting import PLD, RDP, Accountant, Target, Training, least_noise
-from hushgrad.accounting.aiming import NoiseSearch, aimed
+from hushgrad.accounting.aiming import NoiseSearch, aim_noise
 from hushgrad.accounting.closed_forms import gaussian_noise_multiplier
 from hushgrad.accounting.events import gaussian
 
@@ -38,7 +38,7 @@ def test_what_is_found_keeps_the_target_and_few_figures_are_asked(
         return spend(self, event, **rest)
 
     monkeypatch.setattr(kind, "epsilon", counted)
-    found = aimed(question(run(batch, steps), epsilon, accountant))
+    found = aim_noise(question(run(batch, steps), epsilon, accountant))
     exact = sum(asked)
     if found is None:  # a slower search then has to
         found = least_noise(run(batch, steps), Target(epsilon, 1e-5, accountant=accountant))
@@ -53,7 +53,7 @@ def test_what_is_found_keeps_the_target_and_few_figures_are_asked(
 
 
 def test_the_usual_run_is_aimed_at() -> None:
-    assert aimed(question(run(1000, 5000), 3.0, PLD)) is not None
+    assert aim_noise(question(run(1000, 5000), 3.0, PLD)) is not None
 
 
 def test_one_release_gets_the_closed_form() -> None:
@@ -62,8 +62,8 @@ def test_one_release_gets_the_closed_form() -> None:
 
 
 def test_where_the_central_limit_says_nothing_nothing_is_aimed_at() -> None:
-    assert aimed(question(lambda z: LaplaceDpEvent(z), 1.0, PLD)) is None
+    assert aim_noise(question(lambda z: LaplaceDpEvent(z), 1.0, PLD)) is None
 
 
 def test_a_target_that_no_noise_meets_ends() -> None:
-    assert aimed(question(lambda _: gaussian(1.0), 0.1, PLD)) is None
+    assert aim_noise(question(lambda _: gaussian(1.0), 0.1, PLD)) is None

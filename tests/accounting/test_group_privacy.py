@@ -135,5 +135,5 @@ def test_what_a_group_refuses() -> None:
     cut = TruncatedPoisson(0.01, 150).amplify(gaussian(4.0), num_records=10_000)
     with pytest.raises(Refused, match="where the number of records changes; use replace-one"):
         group_epsilon(cut, size=2, delta=DELTA)
-    with pytest.raises(Refused, match="expected noise that protects 100 records at once, got"):
+    with pytest.raises(Refused, match="expected enough noise to protect 100 records at once, got"):
         group_epsilon(run, size=100, delta=DELTA, accountant=RDP)

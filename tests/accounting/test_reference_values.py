@@ -104,7 +104,9 @@ def test_delta_by_pld_never_understates() -> None:
 
 def test_a_delta_within_the_rounding_is_refused() -> None:
     run = repeated(10_000, poisson(0.01, gaussian(1.0)))
-    with pytest.raises(Refused, match="expected a delta that the pld accountant can resolve, got"):
+    with pytest.raises(
+        Refused, match="expected a delta above the rounding error of the pld accountant, got"
+    ):
         PLD.epsilon(run, delta=1e-13)
 
 

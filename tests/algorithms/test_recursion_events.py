@@ -17,7 +17,7 @@ from hushgrad.algorithms import PerDistance, Sgd, SpiderBoost, Srm
 from hushgrad.algorithms.algorithm import count_stages
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import abadi
-from hushgrad.events import merged
+from hushgrad.events import count_leaves
 from hushgrad.sampling import Poisson, TruncatedPoisson, WithoutReplacement
 
 GAMMA, C1, C2, LR = 0.2, 0.8, 0.05, 0.5
@@ -113,7 +113,7 @@ def test_releases_of_one_batch_are_charged_together() -> None:
 )
 def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None:
     plan = plan_of(algorithm)
-    parts = [part for part in merged(plan.event(steps)) if part[0] != NoOpDpEvent()]
+    parts = [part for part in count_leaves(plan.event(steps)) if part[0] != NoOpDpEvent()]
     stages = count_stages(plan.stage(step) for step in range(steps))
     expected = [
         (stage.sampling.amplify(gaussian(0.7 * stage.noise), num_records=RECORDS), count)

@@ -47,7 +47,7 @@ def test_show_says_what_is_spent_reserved_left_and_binds(path: Path) -> None:
     budget = Ledger(path).budget("census")
     opened(budget, spend(1.0, 8e-6))
     ended = opened(budget, spend(0.5, 1e-6))
-    ended.ahead(1)
+    ended.reserve(1)
     ended.settle(steps=1, event=event(1))
     assert facts(path) == {
         "name": "census",
@@ -150,7 +150,7 @@ def test_the_export_tells_nothing_private(path: Path, tmp_path: Path) -> None:
     set_budget(path)
     ledger = Ledger(path)
     entry = opened(ledger.budget("census"), spend(1.0, 1e-6), "a-fingerprint")
-    entry.ahead(4)
+    entry.reserve(4)
     entry.note(1, b"a-digest")
     output = tmp_path / "export.json"
     assert run(path, "export", "--output", str(output)).exit_code == 0

@@ -298,11 +298,11 @@ def test_pieces_hold_every_record_once_and_depend_on_public_numbers() -> None:
     pieces = pieces_for(10 * LARGEST_PIECE, rng)
     assert pieces is not None and pieces.count == 10
     for records in (0, 1, 20_000):
-        dealt = pieces.dealt(records)
+        dealt = pieces.places(records)
         assert len(dealt) == 10
         assert sorted(i for places in dealt for i in places.tolist()) == list(range(records))
         assert all((places[1:] > places[:-1]).all() for places in dealt)
-    sizes = [len(places) for places in pieces.dealt(100_000)]
+    sizes = [len(places) for places in pieces.places(100_000)]
     assert min(sizes) > 9_500 and max(sizes) < 10_500
     Pieces(2**14, rng).require_few_sums(1024)
     for count, micro_batch in ((2**14 + 1, 1024), (2**10, 1)):
@@ -313,8 +313,8 @@ def test_pieces_hold_every_record_once_and_depend_on_public_numbers() -> None:
 class Draws(Pieces):
     """The pieces that two neighbouring batches share: record `without` is left out of them."""
 
-    def dealt(self, records: int) -> list:  # type: ignore[type-arg]
-        full = Pieces(self.count, self.rng).dealt(records + 1)
+    def places(self, records: int) -> list:  # type: ignore[type-arg]
+        full = Pieces(self.count, self.rng).places(records + 1)
         moved = [places[places != WITHOUT] for places in full]
         return [places - (places > WITHOUT) for places in moved]
 

@@ -11,18 +11,18 @@ import torch
 
 from hushgrad.data import Images, Split
 from hushgrad.data.cifar import RECORD, from_binary
-from hushgrad.data.files import Published
-from hushgrad.data.idx import from_idx, parsed_idx
-from hushgrad.data.tables import from_libsvm, parsed_libsvm
-from hushgrad.data.text import e2e_from, parsed_csv, parsed_tsv, sst2_from
+from hushgrad.data.files import PublishedFiles
+from hushgrad.data.idx import from_idx, parse_idx
+from hushgrad.data.tables import from_libsvm, parse_libsvm
+from hushgrad.data.text import e2e_from, parse_csv, parse_tsv, sst2_from
 
 
-def written(root: Path, contents: dict[str, bytes], name: str = "toy") -> Published:
+def written(root: Path, contents: dict[str, bytes], name: str = "toy") -> PublishedFiles:
     """Files in a folder of their own, published with their checksums."""
     for file, content in contents.items():
         (root / file).write_bytes(content)
     sums = {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}
-    return Published(name, ".", "https://example.org/toy", sums)
+    return PublishedFiles(name, ".", "https://example.org/toy", sums)
 
 
 def idx(values: np.ndarray) -> bytes:
@@ -87,7 +87,7 @@ WHOLE = gzip.decompress(idx(pixels(5, 4, 3)))
 )
 def test_a_damaged_idx_file_is_refused(content: bytes, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        parsed_idx(content, file="images", dimensions=3)
+        parse_idx(content, file="images", dimensions=3)
 
 
 def test_cifar_files_are_read_in_their_order(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_libsvm_file_is_refused(tmp_path: Path, content: bytes, told: 
 )
 def test_a_malformed_libsvm_text_is_refused(text: bytes, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        parsed_libsvm(text, 4, file="toy")
+        parse_libsvm(text, 4, file="toy")
 
 
 def test_sst2_files_are_read(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_sst2_files_are_read(tmp_path: Path) -> None:
 )
 def test_a_malformed_tsv_is_refused(content: bytes, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        parsed_tsv(content, file="dev.tsv")
+        parse_tsv(content, file="dev.tsv")
 
 
 def test_e2e_files_are_read(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_e2e_files_are_read(tmp_path: Path) -> None:
 )
 def test_a_malformed_csv_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="rows of the fields mr and ref in toy, got: "):
-        parsed_csv(content, file="toy")
+        parse_csv(content, file="toy")

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from hushgrad.data import DATASETS, digits, mnist
-from hushgrad.data.files import Published, data_root
+from hushgrad.data.files import PublishedFiles, data_root
 from hushgrad.data.idx import MNIST
 
 CONTENT = b"some records"
-FILES = Published(
+FILES = PublishedFiles(
     "toy", "toys", "https://example.org/toy", {"a": hashlib.sha256(CONTENT).hexdigest()}
 )
 
 
-def stored(root: Path, content: bytes, files: Published = FILES, file: str = "a") -> Path:
+def stored(root: Path, content: bytes, files: PublishedFiles = FILES, file: str = "a") -> Path:
     path = root / files.folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -43,7 +43,7 @@ def test_a_missing_file_is_named_with_its_place_and_source(tmp_path: Path, name:
     with pytest.raises(ValueError, match="expected a file of") as refusal:
         DATASETS[name](tmp_path)
     told = str(refusal.value)
-    assert f" {tmp_path / name}/" in told and "; get it from http" in told
+    assert f" {tmp_path / name}/" in told and "; download it from http" in told
 
 
 def test_a_loader_never_parses_a_file_that_is_not_the_published_one(tmp_path: Path) -> None:
@@ -71,6 +71,6 @@ def test_without_a_root_the_variable_is_named(
     monkeypatch.delenv("HUSHGRAD_DATA", raising=False)
     if value is not None:
         monkeypatch.setenv("HUSHGRAD_DATA", value)
-    with pytest.raises(ValueError, match="or set HUSHGRAD_DATA"):
+    with pytest.raises(ValueError, match="or set the environment variable HUSHGRAD_DATA"):
         mnist()
     assert len(digits().train[1]) == 1437

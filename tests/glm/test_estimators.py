@@ -27,7 +27,7 @@ from hushgrad.glm import (
     PrivatePoissonRegressor,
     losses,
 )
-from hushgrad.glm.defaults import Public, course
+from hushgrad.glm.defaults import Public, descent_settings
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.rows import scaled_rows
@@ -298,12 +298,12 @@ def test_what_cannot_be_is_refused(changes: dict, message: str) -> None:
 
 def test_defaults_follow_public_numbers_alone() -> None:
     public = Public(30_000, 1.0, 1e-5, Relation.ADD_REMOVE, 1, 1.04, 1.0, 0.25, 30.0)
-    one = course(public, full=False)
-    assert one == course(public, full=False) and one.steps > 100
+    one = descent_settings(public, full=False)
+    assert one == descent_settings(public, full=False) and one.steps > 100
     stricter = Public(30_000, 0.1, 1e-5, Relation.ADD_REMOVE, 1, 1.04, 1.0, 0.25, 30.0)
-    assert course(stricter, full=False).steps < one.steps
-    assert course(public, full=True).steps == math.ceil(one.steps / 10)
-    given = course(public, full=False, batch=100, steps=7, rate=0.3)
+    assert descent_settings(stricter, full=False).steps < one.steps
+    assert descent_settings(public, full=True).steps == math.ceil(one.steps / 10)
+    given = descent_settings(public, full=False, batch=100, steps=7, rate=0.3)
     assert (given.sampling, given.steps, given.rate) == (Poisson(100 / 30_000), 7, 0.3)
 
 

@@ -141,7 +141,7 @@ def test_a_minimiser_is_sought_until_half_of_the_tolerance() -> None:
 
     def left(theta: torch.Tensor) -> float:
         slopes = linear_gradients(rows, y, theta, loss=loss).slopes
-        return float((rows.combined(slopes) + 4.0 * theta).norm())
+        return float((rows.combine(slopes) + 4.0 * theta).norm())
 
     for share in (1.01, 1.2, 1.9):
         tolerance = share * left(none)

@@ -83,8 +83,9 @@ DURABLE: dict[Path, int] = {}
 """The last digest in each ledger that no loss of power can take."""
 
 
-@pytest.fixture(autouse=True, scope="module")
+@contextmanager
 def every_write_can_be_the_last() -> Iterator[None]:
+    """Each write of a file or a ledger burns the fuse."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("replace", "unlink", "mkdir", "rmdir", "link"):
             patch.setattr(os, name, _burning(getattr(os, name)))
@@ -193,7 +194,7 @@ class Protocol(RuleBasedStateMachine):
         self.books: dict[Path, Ledger] = {}
         self.killed = False
         self.boots = 0
-        self.boot = entries.boot
+        self.boot = entries.boot_id
         self.path = self.home / "ledger.sqlite"
 
     @initialize(rule=st.sampled_from([total(), AT_ORDER]))
@@ -203,7 +204,7 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         FUSE.left = math.inf
-        entries.boot = self.boot  # type: ignore[assignment]
+        entries.boot_id = self.boot  # type: ignore[assignment]
         shutil.rmtree(self.home)
 
     # --- processes ---
@@ -309,7 +310,7 @@ class Protocol(RuleBasedStateMachine):
         self.processes.clear()
         self.boots += 1
         name = f"boot {self.boots}"
-        entries.boot = lambda: name  # type: ignore[assignment]
+        entries.boot_id = lambda: name  # type: ignore[assignment]
         for path in {self.path, *(p for f in self.folders for p in f.truth.ledgers)}:
             connection = sqlite3.connect(path)
             last = last_digest(connection)

@@ -46,7 +46,7 @@ class Plain:
 
 
 OPERATIONS = st.tuples(
-    st.sampled_from(["open", "ahead", "note", "charge", "settle", "crash"]),
+    st.sampled_from(["open", "reserve", "note", "charge", "settle", "crash"]),
     st.integers(0, 5),
     st.integers(0, STEPS),
 )
@@ -86,8 +86,8 @@ def test_any_sequence_agrees_with_a_plain_model(
 
 def _step(model: Plain, run: Entry, what: str, number: int) -> None:
     reserved, over = model.position[run.id], run.id in model.settled
-    if what == "ahead" and (not over or number <= reserved):
-        run.ahead(number)
+    if what == "reserve" and (not over or number <= reserved):
+        run.reserve(number)
         model.position[run.id] = max(reserved, number)
     elif what == "note" and number < reserved and (not over or number in model.noted[run.id]):
         run.note(number, bytes([number]))
@@ -108,7 +108,7 @@ def _step(model: Plain, run: Entry, what: str, number: int) -> None:
         again = spend(0.0, 0.0, steps=1)
         with pytest.raises(Refused):
             {
-                "ahead": lambda: run.ahead(number),
+                "reserve": lambda: run.reserve(number),
                 "note": lambda: run.note(number, b"x"),
                 "charge": lambda: run.charge(again, reason="again"),
             }[what]()

@@ -70,7 +70,7 @@ def test_filter_and_relation_are_chosen_before_the_first_run(ledger: Ledger) -> 
     budget = budget_of(ledger)
     ledger.set_budget("census", epsilon=3, delta=1e-5, rule=RULES[1])
     ledger.set_budget("census", epsilon=3, delta=1e-5, relation=Relation.ZERO_OUT)
-    assert (budget.rule.spelled, budget.relation) == ("renyi at order 8.0", Relation.ZERO_OUT)
+    assert (budget.rule.title, budget.relation) == ("renyi at order 8.0", Relation.ZERO_OUT)
     opened(budget, replace(spend(), relation=Relation.ZERO_OUT))
     for rule, relation in [(total(), None), (renyi(9.0), None), (None, Relation.ADD_REMOVE)]:
         with pytest.raises(Refused, match="before the runs"):

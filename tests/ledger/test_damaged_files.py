@@ -23,7 +23,7 @@ def filled(path: Path, runs: int = 4) -> Ledger:
     budget = ledger.set_budget("census", epsilon=1e4, delta=0.5)
     for _ in range(runs):
         entry = opened(budget, spend(1.0, 1e-6))
-        entry.ahead(8)
+        entry.reserve(8)
         entry.note(1, b"digest")
     return ledger
 
@@ -40,7 +40,10 @@ def until_full(ledger: Ledger) -> int:
         except Refused as refusal:
             said = str(refusal)
             break
-    assert "got a full one; free some and go on: nothing of this was written" in said
+    assert (
+        "got a full disk; free some space and continue: nothing of this transaction was written"
+        in said
+    )
     return runs
 
 
@@ -139,7 +142,7 @@ def test_a_file_that_cannot_be_written_is_said(open_folder: Path) -> None:
     path.chmod(0o444)
     open_folder.chmod(0o777)
     said = as_nobody(lambda: opened(Ledger(path).budget("census")))
-    assert "expected a ledger that can be written" in said
+    assert "expected a writable ledger at" in said
     assert "change their permissions" in said
     path.chmod(0o600)
     check_whole(path, 4)
@@ -151,7 +154,7 @@ def test_a_file_in_a_folder_that_cannot_be_written_is_said(open_folder: Path) ->
     path.chmod(0o666)
     open_folder.chmod(0o555)
     said = as_nobody(lambda: opened(Ledger(path).budget("census")))
-    assert "its folder too" in said
+    assert "in a writable folder" in said
     check_whole(path, 4)
 
 
@@ -198,16 +201,16 @@ def cut_half_of_log(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [cut_to(0), cut_to(4096), cut_to(40_000), cut_log, cut_half_of_log]
 )
-@pytest.mark.parametrize("call", ["ahead", "note", "charge", "settle", "open", "read"])
+@pytest.mark.parametrize("call", ["reserve", "note", "charge", "settle", "open", "read"])
 def test_a_ledger_that_is_cut_in_mid_run_is_noticed_by_the_next_call(
     tmp_path: Path, damage: Callable[[Path], None], call: str
 ) -> None:
     budget = filled(tmp_path / "ledger.sqlite").budget("census")
     entry = opened(budget, spend(1.0, 1e-6))
-    entry.ahead(8)
+    entry.reserve(8)
     damage(tmp_path / "ledger.sqlite")
     calls: dict[str, Callable[[], object]] = {
-        "ahead": lambda: entry.ahead(16),
+        "reserve": lambda: entry.reserve(16),
         "note": lambda: entry.note(0, b"x"),
         "charge": lambda: entry.charge(spend(), reason="again"),
         "settle": lambda: entry.settle(steps=0, event=None),
@@ -232,7 +235,7 @@ def test_a_log_that_is_taken_away_or_put_into_the_file_loses_nothing(tmp_path: P
                 other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             other.close()
             assert log.stat().st_size == 0
-        entry.ahead(step + 1)
+        entry.reserve(step + 1)
         entry.note(step, b"x")
     check_whole(path, 5)
     assert [Ledger(path).budget("census").entry(entry.id).digests(s) for s in range(6)] == [
@@ -346,6 +349,6 @@ def test_a_ledger_of_the_first_version_goes_on(tmp_path: Path) -> None:
     connection.close()
     check_whole(path, 4)
     budget = Ledger(path).budget("census")
-    opened(budget, spend(1.0, 1e-6)).ahead(8)
+    opened(budget, spend(1.0, 1e-6)).reserve(8)
     check_whole(path, 5)
     assert budget.entry(budget.account.rows[0].id).copied  # where it was begun is not known

@@ -18,10 +18,10 @@ from hushgrad.types import Refused
 
 def test_steps_are_reserved_before_they_are_noted(ledger: Ledger) -> None:
     entry = opened(budget_of(ledger))
-    with pytest.raises(Refused, match="call ahead first"):
+    with pytest.raises(Refused, match="call reserve first"):
         entry.note(0, b"x")
-    entry.ahead(8)
-    entry.ahead(4)
+    entry.reserve(8)
+    entry.reserve(4)
     assert entry.position == 8
     for step, digest in [(3, b"one"), (3, b"two"), (3, b"one"), (7, b"three")]:
         entry.note(step, digest)
@@ -51,7 +51,7 @@ def test_an_extra_charge_counts_and_stays(ledger: Ledger) -> None:
 def test_under_the_total_an_early_end_keeps_the_plans_cost(ledger: Ledger) -> None:
     budget = budget_of(ledger)
     entry = opened(budget)
-    entry.ahead(10)
+    entry.reserve(10)
     assert budget.account.reserved == (0.5, 1e-6)
     entry.settle(steps=1, event=event(1))
     assert budget.spent == {"epsilon": 0.5, "delta": 1e-6}
@@ -74,7 +74,7 @@ def test_under_renyi_unused_steps_come_back(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     entry = opened(budget)
     assert budget.spent == {"rdp": rdp(STEPS)}
-    entry.ahead(30)
+    entry.reserve(30)
     entry.settle(steps=20, event=event(20))
     assert budget.spent == {"rdp": rdp(20)}
     assert rdp(20) == pytest.approx(0.4 * rdp(STEPS), rel=1e-9)
@@ -83,7 +83,7 @@ def test_under_renyi_unused_steps_come_back(ledger: Ledger) -> None:
 def test_under_renyi_the_cost_stays_where_the_event_is_not_told(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     entry = opened(budget)
-    entry.ahead(30)
+    entry.reserve(30)
     entry.settle(steps=20, event=None)
     assert budget.spent == {"rdp": rdp(STEPS)}
 
@@ -91,7 +91,7 @@ def test_under_renyi_the_cost_stays_where_the_event_is_not_told(ledger: Ledger) 
 def test_under_renyi_what_was_noted_counts_whatever_is_said(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     entry = opened(budget)
-    entry.ahead(40)
+    entry.reserve(40)
     entry.note(29, b"x")
     entry.settle(steps=20, event=event(20))
     assert budget.spent == {"rdp": rdp(30)}
@@ -101,7 +101,7 @@ def test_under_renyi_a_process_that_takes_over_cannot_know_what_was_reserved(
     ledger: Ledger,
 ) -> None:
     budget = budget_of(ledger, RULES[1])
-    opened(budget).ahead(40)
+    opened(budget).reserve(40)
     (row,) = budget.account.rows
     resumed = budget.resume(row.id)
     resumed.settle(steps=20, event=event(20))
@@ -110,7 +110,7 @@ def test_under_renyi_a_process_that_takes_over_cannot_know_what_was_reserved(
 
 def test_under_renyi_a_run_of_unequal_steps_keeps_its_cost_after_a_crash(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
-    opened(budget).ahead(40)
+    opened(budget).reserve(40)
     budget.resume(budget.account.rows[0].id).settle(steps=20, event=gaussian(30.0))
     assert budget.spent == {"rdp": rdp(STEPS)}
 
@@ -119,7 +119,7 @@ def test_under_renyi_a_drawn_number_of_steps_gives_nothing_back(ledger: Ledger) 
     budget = budget_of(ledger, RULES[1])
     drawn = replace(spend(), event=uniformly_stopped(event, STEPS))
     entry = opened(budget, drawn)
-    entry.ahead(STEPS)
+    entry.reserve(STEPS)
     entry.settle(steps=1, event=event(1))
     assert budget.spent == {"rdp": RULES[1].cost(drawn)[0]}
     assert rdp(1) < budget.spent["rdp"] < rdp(STEPS)
@@ -127,7 +127,7 @@ def test_under_renyi_a_drawn_number_of_steps_gives_nothing_back(ledger: Ledger) 
 
 def test_a_run_that_did_more_than_its_plan_is_refused(ledger: Ledger) -> None:
     entry = opened(budget_of(ledger, RULES[1]))
-    entry.ahead(STEPS + 1)
+    entry.reserve(STEPS + 1)
     with pytest.raises(Refused, match="at most what the plan costs"):
         entry.settle(steps=STEPS + 1, event=event(STEPS + 1))
     with pytest.raises(ValueError, match=f"between 0 and {STEPS + 1} steps"):
@@ -138,13 +138,13 @@ def test_a_run_that_did_more_than_its_plan_is_refused(ledger: Ledger) -> None:
 def test_a_settled_run_may_be_replayed_and_is_never_released_otherwise(ledger: Ledger) -> None:
     budget = budget_of(ledger, RULES[1])
     entry = opened(budget)
-    entry.ahead(40)
+    entry.reserve(40)
     entry.note(19, b"x")
     entry.settle(steps=20, event=event(20))
     again = budget.resume(entry.id)
     spent = budget.spent
     again.note(19, b"x")
-    again.ahead(20)
+    again.reserve(20)
     for step, digest in [(19, b"y"), (18, b"x"), (0, b"")]:
         with pytest.raises(Refused, match=f"got another release of step {step}; start another"):
             again.note(step, digest)
@@ -153,7 +153,7 @@ def test_a_settled_run_may_be_replayed_and_is_never_released_otherwise(ledger: L
     with pytest.raises(Refused, match="below 20, got 20"):
         again.note(20, b"x")
     with pytest.raises(Refused, match=r"was settled at .* with 20 steps paid for"):
-        again.ahead(21)
+        again.reserve(21)
     again.settle(steps=1, event=event(1))
     assert budget.spent == spent
     assert again.digests(19) == [b"x"]
@@ -162,7 +162,7 @@ def test_a_settled_run_may_be_replayed_and_is_never_released_otherwise(ledger: L
 def test_the_process_that_was_replaced_is_refused(ledger: Ledger) -> None:
     budget = budget_of(ledger)
     old = opened(budget)
-    old.ahead(8)
+    old.reserve(8)
     look = budget.entry(old.id)
     assert look.position == 8
     old.note(0, b"x")  # reading took nothing over
@@ -170,7 +170,7 @@ def test_the_process_that_was_replaced_is_refused(ledger: Ledger) -> None:
     for entry, message in ((old, "taken it over"), (look, "only reads; resume it")):
         for call in (
             entry.require_held,
-            lambda entry=entry: entry.ahead(24),
+            lambda entry=entry: entry.reserve(24),
             lambda entry=entry: entry.note(0, b"x"),
             lambda entry=entry: entry.charge(spend(), reason="again"),
             lambda entry=entry: entry.settle(steps=1, event=event(1)),
@@ -190,7 +190,7 @@ def test_the_process_that_was_replaced_is_refused(ledger: Ledger) -> None:
 def test_what_resuming_costs_is_charged_as_it_is_taken_over_or_not_at_all(ledger: Ledger) -> None:
     budget = budget_of(ledger)
     old = opened(budget, spend(1.0, 1e-6))
-    old.ahead(8)
+    old.reserve(8)
 
     def dear(row: RunRow) -> tuple[Spend, str]:
         assert row.position == 8
@@ -202,18 +202,18 @@ def test_what_resuming_costs_is_charged_as_it_is_taken_over_or_not_at_all(ledger
     for charge, message in ((dear, "at most 2 of epsilon"), (refused, "no")):
         with pytest.raises(Refused, match=message):
             budget.resume(old.id, charge=charge)
-        old.ahead(8)  # nothing was taken over
+        old.reserve(8)  # nothing was taken over
     assert budget.spent["epsilon"] == 1.0
     new = budget.resume(old.id, charge=lambda row: (spend(1.5, 0.0), f"{row.position} steps"))
     assert [c.reason for c in budget.account.charges] == ["plan", "8 steps"]
     assert new.position == 8
     with pytest.raises(Refused, match="taken it over"):
-        old.ahead(8)
+        old.reserve(8)
 
 
 def test_a_forked_process_does_not_carry_the_run_on(ledger: Ledger) -> None:
     entry = opened(budget_of(ledger))
-    entry.ahead(8)
+    entry.reserve(8)
 
     def child() -> None:
         with pytest.raises(Refused, match="forked from it"):
@@ -250,15 +250,15 @@ def test_after_a_loss_of_power_reserved_steps_have_an_unknown_digest(
 ) -> None:
     budget = budget_of(ledger)
     entry = opened(budget)
-    entry.ahead(8)
+    entry.reserve(8)
     entry.note(0, b"x")
     assert (entry.digests(1), entry.digests(8)) == ([], [])
-    monkeypatch.setattr(entries, "boot", lambda: "another")
+    monkeypatch.setattr(entries, "boot_id", lambda: "another")
     for resumed in (budget.entry(entry.id), budget.resume(entry.id)):
         assert resumed.digests(0) == [b"x"]
         assert resumed.digests(1) == resumed.digests(7) == [UNKNOWN]
         assert resumed.digests(8) == resumed.digests(9) == []
-    resumed.ahead(16)
+    resumed.reserve(16)
     assert resumed.digests(8) == []
     resumed.note(1, b"y")
     assert resumed.digests(1) == [b"y"]

@@ -66,8 +66,8 @@ def test_a_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     budget = ledger.set_budget("census", epsilon=3, delta=1e-5)
     entry = opened(budget)
-    child = forked(lambda: opened(budget).ahead(8))
-    entry.ahead(4)
+    child = forked(lambda: opened(budget).reserve(8))
+    entry.reserve(4)
     assert os.waitpid(child, 0)[1] == 0
     entry.note(3, b"x")
     assert sorted(row.position for row in Ledger(ledger.path).budget("census").account.rows) == [
@@ -117,8 +117,8 @@ def endless(path: Path, report: int, seed: int) -> None:
         tell("open", entry.id)
         taken = 0
         for upto in range(8, chance.randrange(8, STEPS), 8):
-            entry.ahead(upto)
-            tell("ahead", entry.id, upto)
+            entry.reserve(upto)
+            tell("reserve", entry.id, upto)
             while taken < upto:
                 entry.note(taken, bytes([taken]))
                 tell("note", entry.id, taken)
@@ -142,7 +142,7 @@ def check_after(path: Path, told: list[list[Any]], rule: Filter, before: tuple[f
     for what, run, *rest in told:
         if what == "open":
             least = [sum(pair) for pair in zip(least, plan, strict=True)]
-        elif what == "ahead":
+        elif what == "reserve":
             assert rows[run].position >= rest[0]
         elif what == "note":
             assert entries[run].digests(rest[0]) == [bytes(rest)]

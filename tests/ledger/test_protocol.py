@@ -8,9 +8,18 @@ must never be more than what the ledger of the run has charged for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
-from protocol_machine import Protocol
+from protocol_machine import Protocol, every_write_can_be_the_last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def killable() -> Iterator[None]:
+    with every_write_can_be_the_last():
+        yield
+
 
 TestProtocol = Protocol.TestCase
 TestProtocol.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from protocol_machine import AT_ORDER, STEPS, Protocol
+from protocol_machine import AT_ORDER, STEPS, Protocol, every_write_can_be_the_last
 
 from hushgrad.ledger import Filter, total
 from hushgrad.run.resuming import CHECKPOINT
+
+
+@pytest.fixture(autouse=True, scope="module")
+def killable() -> Iterator[None]:
+    with every_write_can_be_the_last():
+        yield
+
 
 USUAL = {"which": 0, "edited": 0, "arithmetic": 0, "lost": False, "older": None, "fuse": None}
 

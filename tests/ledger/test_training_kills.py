@@ -128,8 +128,8 @@ def kill_at_random(folder: Path, rule: Filter, kills: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_ten_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
-    kill_at_random(tmp_path, rule, 10)
+def test_a_few_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
+    kill_at_random(tmp_path, rule, 5)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_a_settled_run_is_replayed_and_nothing_else(stopped: tuple[Path, Path]) 
     assert again == first[-len(again) :]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.SGD, "step", lambda self: None)  # so step 19 comes out otherwise
-        with pytest.raises(Refused, match="got a charge for what it would release besides"):
+        with pytest.raises(Refused, match="got a charge for a further release"):
             trained(path, copies[1], lambda *what: None)
     assert len(Ledger(path).budget("census").account.charges) == 1
 

@@ -11,8 +11,8 @@ import torch
 
 from hushgrad.algorithms import Sgd, Srm
 from hushgrad.data.split import Split
+from hushgrad.iterates import copy_values, distance
 from hushgrad.launch.reproduction import StudySettings
-from hushgrad.points import distance, point
 from hushgrad_reproductions import srm_mnist
 
 
@@ -42,14 +42,14 @@ def test_a_curve_ends_at_what_the_run_gives_out(monkeypatch: pytest.MonkeyPatch)
     seen: list[dict[str, torch.Tensor]] = []
 
     def noted(model: torch.nn.Module, test: object) -> float:
-        seen.append(point(dict(model.named_parameters())))
+        seen.append(copy_values(dict(model.named_parameters())))
         return 0.0
 
     monkeypatch.setattr(srm_mnist, "_error", noted)
     method = srm_mnist.TunedMethod("DP-SGD", batch=20, passes=4.1, rate=0.5)
     curve = srm_mnist._train_with_curve(method.plan(200, 50.0), method.rate, data, data, 0)
     assert [steps for steps, _, _ in curve] == list(range(3, 42, 2))
-    assert distance(seen[-1], point(dict(model.named_parameters()))) == 0
+    assert distance(seen[-1], copy_values(dict(model.named_parameters()))) == 0
     assert distance(seen[-2], seen[-1]) > 0
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hushgrad import Refused
-from hushgrad.files import write_text, written_whole
+from hushgrad.files import open_atomically, write_text
 from hushgrad.run import checkpoint
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -185,7 +185,7 @@ def test_a_file_is_written_whole_or_not_at_all(call: str, tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write() -> None:
-        with written_whole(path) as file:
+        with open_atomically(path) as file:
             file.write(b"new")
             if call == "write":
                 full()

@@ -300,9 +300,9 @@ def test_adaptive_clipping_needs_its_count() -> None:
 def test_the_norm_moves_as_the_paper_says() -> None:
     """C·exp(−η(b̄ − γ)), Andrew et al. 2021, and never out of reach."""
     clip = Adaptive(quantile=0.5, clip_norm=2.0, rate=0.2)
-    moved = clip.moved(clip.at(2.0), clipped=0.9)
+    moved = clip.next_rule(clip.at(2.0), clipped=0.9)
     assert moved.clip_norm == pytest.approx(2.0 * math.exp(-0.2 * (0.1 - 0.5)))
     far = clip.at(2.0)
     for _ in range(1000):
-        far = clip.moved(far, clipped=50.0)
+        far = clip.next_rule(far, clipped=50.0)
     assert far.clip_norm == 2.0 * 2.0**20

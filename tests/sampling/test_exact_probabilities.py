@@ -9,7 +9,7 @@ import pytest
 from numpy import ndarray
 
 from hushgrad.rng import Rng
-from hushgrad.sampling.draws import dealt, independent, subset
+from hushgrad.sampling.draws import independent_draws, slice_of_shuffle, subset
 
 WINDOW = 64
 GRID = 2**52
@@ -47,7 +47,7 @@ def chance_of_a_record_within(distance: int, rate: float) -> Fraction:
     below, above = max(border - WINDOW, 0), min(border + WINDOW, GRID)
     tried = (np.arange(below, above) + 0.5) * 2.0**-52
     jump = int(1 / rate)
-    taken = independent(4 * WINDOW * jump, rate=rate, rng=Given(tried))
+    taken = independent_draws(4 * WINDOW * jump, rate=rate, rng=Given(tried))
     near = len(taken)  # a distance beyond the jump takes no position
     if distance < jump:
         near = int((np.diff(taken, prepend=-1) <= distance).sum())
@@ -84,5 +84,5 @@ def test_a_set_is_drawn_on_until_it_is_full() -> None:
 
 def test_equal_tickets_put_no_record_into_two_batches() -> None:
     tickets = GivenWords([4, 9, 4, 4, 1, 9])
-    batches = [dealt(6, start=start, stop=start + 2, rng=tickets) for start in (0, 2, 4)]
+    batches = [slice_of_shuffle(6, start=start, stop=start + 2, rng=tickets) for start in (0, 2, 4)]
     assert sorted(np.concatenate(batches).tolist()) == list(range(6))

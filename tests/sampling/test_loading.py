@@ -328,10 +328,10 @@ def test_a_stream_is_refused(data: Any) -> None:
 
 
 REFUSALS: dict[str, tuple[Any, str]] = {
-    "loader": (DataLoader(TensorDataset(X), batch_size=3), r"pass its \.dataset, or say what it"),
+    "loader": (DataLoader(TensorDataset(X), batch_size=3), r"pass its \.dataset, or state how it"),
     "lengths": ((X, Y[:-1]), r"of tensors or arrays with one length, got shapes \[\(23, 2, 3\)"),
     "text": ([{"text": "words"}] * 4, r"made of tensors, arrays and numbers, got str; .* collate="),
-    "none": ([], r"expected at least one record.*, got none"),
+    "none": ([], r"expected at least one record.*, got an empty"),
     "no tensor": ([()] * 4, r"expected a batch of tensors .*, got no tensor for 2 records"),
 }
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from hushgrad.rng import Rng
 from hushgrad.sampling import FullBatch, Poisson, Shuffled, TruncatedPoisson, WithoutReplacement
-from hushgrad.sampling.draws import independent
+from hushgrad.sampling.draws import independent_draws
 from hushgrad.sampling.scheme import Scheme
 
 ACCEPT = 1e-3  # a right draw fails one of these tests once in a thousand keys; the key is fixed
@@ -92,7 +92,7 @@ def test_poisson_batch_sizes_are_binomial(rate: float) -> None:
 @pytest.mark.parametrize("rate", [0.004, 0.4])
 def test_the_next_record_drawn_is_geometrically_far(rate: float) -> None:
     """Also past the length at which a distance is given up and drawn anew."""
-    positions = independent(4_000_000 if rate < 0.1 else 40_000, rate=rate, rng=Rng.fixed(2))
+    positions = independent_draws(4_000_000 if rate < 0.1 else 40_000, rate=rate, rng=Rng.fixed(2))
     gaps = np.diff(positions)
     support = np.arange(1, gaps.max() + 1)
     assert gaps.max() > 5 / rate

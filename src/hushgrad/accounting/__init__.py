@@ -1,8 +1,8 @@
-"""Events in, (ε, δ) out.
+"""Accounting: turns the event of a run into (ε, δ).
 
-A run describes itself as an event, in one convention: a noise multiplier is noise ÷ the bound on
-one record, whatever makes two data sets neighbours. An accountant turns the event into a guarantee
-under a `Relation`, or refuses and says what would work:
+A run describes itself as an event, with one convention: a noise multiplier is noise ÷ the bound on
+one record, under every relation. An accountant turns the event into a guarantee under a
+`Relation`, or raises `Refused` and names what would work:
 
 >>> from hushgrad.accounting import PLD, gaussian, poisson, repeated
 >>> run = repeated(2250, poisson(0.04, gaussian(1.5)))
@@ -17,12 +17,12 @@ under a `Relation`, or refuses and says what would work:
 | without replacement | – | RDP | – |
 | shuffled, unamplified | – | PLD, RDP, zCDP, GDP | PLD, RDP, zCDP, GDP |
 
-What was sampled is said by a value of `hushgrad.sampling`, whose `run_event` is the event of a run.
-GDP is an approximation: it is shown, and calibrates nothing. `calibrate` finds the noise, the
-steps, the batch or the ε that is missing from a `Training`, always on the private side.
-`group_epsilon` protects several records at once, `uniformly_stopped` accounts for a run that stops
-at a round drawn in public. `closed_forms` has the papers' own formulas, each
-with its conditions checked.
+A value of `hushgrad.sampling` states how batches are sampled; its `run_event` is the event of a
+run. GDP is an approximation: it is shown for comparison and cannot calibrate. `calibrate` finds the
+noise, the steps, the batch or the ε that is missing from a `Training`, and never claims too much
+privacy. `group_epsilon` protects several records at once. `uniformly_stopped` accounts for a run
+that stops at a step drawn in public. `closed_forms` has the papers' formulas, with their conditions
+checked.
 """
 
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, Pld, Rdp

@@ -1,7 +1,8 @@
-"""Events in, (ε, δ) out: the accountants, and what each can account for under which relation.
+"""The accountants PLD and RDP, and what each covers under which relation.
 
-`dp_accounting` composes and converts. This module tells it what a noise multiplier means under a
-relation, keeps its rounding on the private side, and refuses with a remedy what it does not cover.
+`dp_accounting` composes and converts. This module translates noise multipliers for it under each
+relation, makes sure that its rounding over-states ε, and refuses events that it does not cover,
+with a remedy.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from dp_accounting.rdp.rdp_privacy_accountant import (
 )
 from scipy.special import logsumexp
 
-from hushgrad.accounting import packaged
+from hushgrad.accounting import backend
 from hushgrad.accounting.refusals import refuse
 from hushgrad.accounting.spread import interval_for
 from hushgrad.events import MixedDpEvent
 from hushgrad.types import Refused, Relation
 
-_COARSEST = 100.0  # the largest step of a grid of privacy losses; e to it must be a float
+_COARSEST = 100.0  # the largest grid step of privacy losses: the package computes e to its power
 
 
 @runtime_checkable
 class Accountant(Protocol):
-    """What turns an event into a guarantee under a relation."""
+    """The protocol of an accountant, which turns an event into (ε, δ) under a relation.
+
+    Example:
+        >>> isinstance(PLD, Accountant), PLD.name, PLD.proves
+        (True, 'pld', True)
+    """
 
     @property
     def name(self) -> str:
@@ -38,10 +44,10 @@ class Accountant(Protocol):
 
     @property
     def proves(self) -> bool:
-        """True if its figures are upper bounds; otherwise they are shown and never relied on."""
+        """True if its figures are proven upper bounds; others are shown but never relied on."""
 
     def sketch(self) -> Accountant:
-        """A quicker accountant whose figures are close; the first part of a search uses it."""
+        """Return a faster accountant with similar figures, with which a search begins."""
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
@@ -59,10 +65,21 @@ class Accountant(Protocol):
 
 @dataclass(frozen=True)
 class Pld:
-    """Numerical composition of privacy loss distributions: the tightest figure, and the default.
+    """The PLD accountant composes privacy loss distributions numerically; tightest, the default.
 
-    Guarantees: never below the true ε for δ well above the rounding of its Fourier transforms,
-    which is allowed for; a δ below that is refused.
+    Guarantees: ε is never below the true one. The rounding of its Fourier transforms is taken off
+    δ, and a δ below that rounding is refused.
+
+    Args:
+        interval: the step of the grid on which privacy losses are rounded up.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> f"{Pld().epsilon(gaussian(1.0), delta=1e-5):.2f}"
+        '4.38'
+
+    Reference: Koskela, Jälkö and Honkela 2020, Computing Tight DP Guarantees Using FFT; Doroshenko
+    et al. 2022, Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions.
     """
 
     interval: float = 1e-4
@@ -70,12 +87,12 @@ class Pld:
     proves: bool = field(default=True, init=False)
 
     def sketch(self) -> Accountant:
-        """The same on a grid ten times as coarse, which over-states ε by about 0.1 %."""
+        """Return PLD on a grid ten times as coarse, which over-states ε by about 0.1 %."""
         return Pld(10 * self.interval)
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        alone = not packaged.composes_a_mixture(event, relation)
+        alone = not backend.composes_a_mixture(event, relation)
         return alone and not self._gaps(event, relation)
 
     def epsilon(
@@ -90,8 +107,8 @@ class Pld:
             found = float(self._composed(event, relation).get_epsilon(max(usable, 0.0)))
         if found == math.inf and not bare:
             raise Refused(
-                f"expected a delta that the pld accountant can resolve, got {delta}, which is "
-                "within its rounding; use the rdp accountant or a larger delta"
+                f"expected a delta above the rounding error of the pld accountant, got {delta}; "
+                "use the rdp accountant or a larger delta"
             )
         return found
 
@@ -104,36 +121,48 @@ class Pld:
         return min(1.0, max(0.0, found) + _fourier_slack(event, relation))
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
-        accountant = packaged.PldAccountant(relation, self.interval)
-        return [p for p in packaged.kinds(event, relation) if not accountant.supports(p)]
+        accountant = backend.PldAccountant(relation, self.interval)
+        return [p for p in backend.kinds(event, relation) if not accountant.supports(p)]
 
-    def _composed(self, event: DpEvent, relation: Relation) -> packaged.PldAccountant:
+    def _composed(self, event: DpEvent, relation: Relation) -> backend.PldAccountant:
         for gap in self._gaps(event, relation):
             refuse(self, gap, relation, among=(PLD, RDP))
-        if packaged.composes_a_mixture(event, relation):
+        if backend.composes_a_mixture(event, relation):
             raise Refused(
-                "expected a mixture by itself for the pld accountant, got one that is composed "
-                "with other events; use the rdp accountant"
+                "expected a single mixture for the pld accountant, got one that is composed with "
+                "other events; use the rdp accountant"
             )
         interval = interval_for(event, relation, self.interval)
         if interval > _COARSEST:
             raise Refused(
-                "expected noise whose privacy loss the pld accountant can resolve, got so little "
-                "that next to nothing is hidden; use more noise, or the rdp accountant"
+                "expected enough noise for the grid of the pld accountant, got so little that "
+                "almost nothing is hidden; use more noise, or the rdp accountant"
             )
-        return packaged.pld_of(event, relation, interval)
+        return backend.pld_of(event, relation, interval)
 
 
 @dataclass(frozen=True)
 class Rdp:
-    """Rényi DP at a fixed list of orders: looser than PLD, and additive over events."""
+    """The RDP accountant adds up Rényi DP at a list of orders: looser than PLD, but simple.
+
+    Args:
+        orders: the orders α.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> f"{Rdp().epsilon(gaussian(1.0), delta=1e-5):.2f}"
+        '4.73'
+
+    Reference: Mironov 2017, Rényi Differential Privacy; Mironov, Talwar and Zhang 2019, Rényi DP
+    of the Sampled Gaussian Mechanism; conversion: Canonne, Kamath and Steinke 2020, Prop. 12.
+    """
 
     orders: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
     name: str = field(default="rdp", init=False)
     proves: bool = field(default=True, init=False)
 
     def sketch(self) -> Accountant:
-        """Itself: it is quick."""
+        """Return itself: it is fast."""
         return self
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
@@ -149,9 +178,9 @@ class Rdp:
     def _added(
         self, event: DpEvent, relation: Relation, known: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """Add up ε(α) of the parts; `known` keeps those of parts that come more than once."""
+        """Add up ε(α) of the parts; `known` caches those of parts that occur more than once."""
         total = np.zeros(len(self.orders))
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             key = repr(part)
             if key not in known:
                 mixed = isinstance(part, MixedDpEvent)
@@ -161,10 +190,10 @@ class Rdp:
         return total
 
     def _one(self, part: DpEvent, relation: Relation) -> np.ndarray:
-        accountant = packaged.RenyiAccountant(relation, self.orders)
-        with packaged.quiet():
-            accountant.compose(packaged.told_to_rdp(part, relation))
-        # A value of 0 or less is rounding, and the package would take it for no release at all.
+        accountant = backend.RenyiAccountant(relation, self.orders)
+        with backend.silence_warnings():
+            accountant.compose(backend.rdp_event(part, relation))
+        # A value of 0 or less is a rounding error, which the package would treat as "no release".
         padding = 2.0**-50 / (np.array(self.orders) - 1)
         return np.asarray(np.maximum(accountant.rdp, 0.0) + padding)
 
@@ -181,11 +210,11 @@ class Rdp:
         return np.asarray(logsumexp(np.stack(drawn), axis=0) / above)
 
     def _gaps(self, event: DpEvent, relation: Relation) -> list[DpEvent]:
-        accountant = packaged.RenyiAccountant(relation, self.orders)
+        accountant = backend.RenyiAccountant(relation, self.orders)
         return [
             part
-            for part in packaged.kinds(event, relation)
-            if not accountant.supports(packaged.told_to_rdp(part, relation))
+            for part in backend.kinds(event, relation)
+            if not accountant.supports(backend.rdp_event(part, relation))
         ]
 
     def epsilon(
@@ -204,10 +233,10 @@ class Rdp:
 
 
 PLD = Pld()
-"""Privacy loss distributions, the default."""
+"""The default accountant, which composes privacy loss distributions."""
 
 RDP = Rdp()
-"""Rényi DP."""
+"""The accountant of Rényi DP."""
 
 
 def require_delta(delta: float) -> None:
@@ -223,11 +252,11 @@ def require_epsilon(epsilon: float) -> None:
 
 
 def _bare(event: DpEvent, relation: Relation) -> bool:
-    return any(isinstance(part, NonPrivateDpEvent) for part in packaged.kinds(event, relation))
+    return any(isinstance(part, NonPrivateDpEvent) for part in backend.kinds(event, relation))
 
 
 def _fourier_slack(event: DpEvent, relation: Relation) -> float:
-    # Composing T times in the Fourier domain was seen to take up to 2.4e-17·T off δ (T to 1e6,
-    # against the exact Gaussian mechanism; tests/accounting/test_reference_values.py): 2⁻⁵²·T
-    # is nine times that.
-    return packaged.releases(event, relation) * 2.0**-52
+    # Composing T times in the Fourier domain was measured to lose up to 2.4e-17·T of δ (T to 1e6,
+    # compared with the exact Gaussian mechanism; tests/accounting/test_reference_values.py).
+    # 2⁻⁵²·T is nine times that.
+    return backend.releases(event, relation) * 2.0**-52

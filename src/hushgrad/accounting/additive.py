@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import LaplaceDpEvent, NoOpDpEvent, ZCDpEvent
 
-from hushgrad.accounting import packaged
+from hushgrad.accounting import backend
 from hushgrad.accounting.accountants import PLD, RDP, Accountant, require_delta, require_epsilon
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
 from hushgrad.accounting.refusals import refuse
@@ -18,7 +18,12 @@ from hushgrad.types import Relation
 
 @dataclass(frozen=True)
 class Zcdp:
-    """Zero-concentrated DP: ρ adds up, and nothing is gained by sampling.
+    """The accountant of zero-concentrated DP: ρ adds up, and sampling is not amplified.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian, repeated
+        >>> Zcdp().rho(repeated(8, gaussian(2.0)))
+        1.0
 
     Reference: Bun and Steinke 2016, Propositions 1.4 and 1.6.
     """
@@ -27,17 +32,17 @@ class Zcdp:
     proves: bool = field(default=True, init=False)
 
     def sketch(self) -> Accountant:
-        """Itself: it is quick."""
+        """Return itself: it is fast."""
         return self
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        return all(_rho(p, relation) is not None for p, _ in packaged.parts(event, relation))
+        return all(_rho(p, relation) is not None for p, _ in backend.parts(event, relation))
 
     def rho(self, event: DpEvent, *, relation: Relation = Relation.ADD_REMOVE) -> float:
         """Return the smallest ρ that is known to hold, or raise `Refused` with the remedy."""
         total = 0.0
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             found = _rho(part, relation)
             if found is None:
                 refuse(self, part, relation, among=(PLD, RDP))
@@ -63,9 +68,14 @@ class Zcdp:
 
 @dataclass(frozen=True)
 class Gdp:
-    """Gaussian DP by the central limit theorem: an approximation that can under-state ε.
+    """The accountant of Gaussian DP: a central-limit approximation that can under-state ε.
 
-    It is shown for comparison and neither calibrates nor settles anything.
+    Its figures are shown for comparison. `calibrate` and ledgers refuse it.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian, poisson, repeated
+        >>> round(Gdp().mu(repeated(2250, poisson(0.04, gaussian(1.5)))), 3)
+        1.419
 
     Reference: Bu et al. 2020, Deep Learning with Gaussian Differential Privacy, Theorem 5.
     """
@@ -74,18 +84,18 @@ class Gdp:
     proves: bool = field(default=False, init=False)
 
     def sketch(self) -> Accountant:
-        """Itself: it is quick."""
+        """Return itself: it is fast."""
         return self
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event is covered under this relation."""
-        found = packaged.parts(event, relation)
+        found = backend.parts(event, relation)
         return all(_mu_squared(part, relation) is not None for part, _ in found)
 
     def mu(self, event: DpEvent, *, relation: Relation = Relation.ADD_REMOVE) -> float:
         """Return µ of the limit, or raise `Refused` with the remedy."""
         total = 0.0
-        for part, count in packaged.parts(event, relation):
+        for part, count in backend.parts(event, relation):
             found = _mu_squared(part, relation)
             if found is None:
                 refuse(self, part, relation, among=(PLD, RDP))
@@ -110,10 +120,10 @@ class Gdp:
 
 
 GDP = Gdp()
-"""Gaussian DP, an approximation: for comparison only."""
+"""The accountant of Gaussian DP, an approximation: for comparison only."""
 
 ZCDP = Zcdp()
-"""Zero-concentrated DP."""
+"""The accountant of zero-concentrated DP."""
 
 ACCOUNTANTS: dict[str, Accountant] = {a.name: a for a in (PLD, RDP, GDP, ZCDP)}
 """The accountants by name."""

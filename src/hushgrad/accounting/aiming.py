@@ -1,8 +1,8 @@
-"""A quick search for the noise: a straight line in log σ and log ε, by figures ever more exact.
+"""A fast search for the noise: a secant method in log σ and log ε, with increasing precision.
 
-log ε is nearly straight in log σ, so that two or three figures of each kind are enough: first those
-of the central limit, which cost nothing; then those of a coarse grid; and in the end, mostly once,
-that of the accountant that was asked for, which alone decides.
+log ε is nearly linear in log σ, so that two or three evaluations at each precision suffice: first
+the central-limit approximation, which is free; then a coarse grid; and finally, usually once, the
+accountant that was asked for, which alone decides.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hushgrad.accounting.spread import about_mu
 from hushgrad.types import Refused, Relation
 
 CostOf = Callable[[float], float]
-"""A number of a run, such as its noise multiplier, to the ε that it costs."""
+"""Maps a number of a run, such as its noise multiplier, to the ε that it costs."""
 
 _TRIES = 6
 
 
 @dataclass(frozen=True)
 class NoiseSearch:
-    """Which noise spends between `least` and `most` by this accountant at this δ."""
+    """A search for the noise with an ε between `least` and `most`, by this accountant at this δ."""
 
     event_of: Callable[[float], DpEvent]
     accountant: Accountant
@@ -36,29 +36,29 @@ class NoiseSearch:
     most: float
 
     def spend_by(self, accountant: Accountant) -> CostOf:
-        """What a noise multiplier costs by some accountant."""
+        """Return the function from noise multiplier to ε by this accountant."""
         return lambda z: accountant.epsilon(
             self.event_of(z), delta=self.delta, relation=self.relation
         )
 
     def about(self, z: float) -> float:
-        """The same by the central limit; nan where it says nothing."""
+        """Return ε by the central-limit approximation; NaN if there is none."""
         mu = about_mu(self.event_of(z), self.relation)
         return gaussian_epsilon(1 / mu, delta=self.delta) if mu else math.nan
 
 
-def aimed(asked: NoiseSearch) -> tuple[float, float] | None:
-    """A noise multiplier whose ε was confirmed to be within the limits, and that ε.
+def aim_noise(asked: NoiseSearch) -> tuple[float, float] | None:
+    """Return a noise multiplier whose confirmed ε is within the limits, and that ε.
 
-    None where the quick way does not get there; a slower search then has to.
+    None if the fast search fails; then a slower search is needed.
     """
     try:
-        return _aimed(asked)
+        return _aim_noise(asked)
     except (Refused, OverflowError, ZeroDivisionError):
         return None
 
 
-def _aimed(asked: NoiseSearch) -> tuple[float, float] | None:
+def _aim_noise(asked: NoiseSearch) -> tuple[float, float] | None:
     aim = math.sqrt(asked.least * asked.most)
     line = _Line(1.0, 1.0)
     if not line.follow(asked.about, (0.99 * aim, 1.01 * aim)):
@@ -71,10 +71,10 @@ def _aimed(asked: NoiseSearch) -> tuple[float, float] | None:
 
 
 def _by_coarse_grids(line: _Line, asked: NoiseSearch, interval: float, aim: float) -> bool:
-    """Go near the aim on a grid ten times as coarse, less what that one over-states."""
+    """Approach the aim on a grid ten times as coarse, correcting for what it over-states."""
     if not line.follow(asked.spend_by(Pld(10 * interval)), (0.99 * aim, 1.01 * aim)):
         return False
-    # It is quadratic in the interval: 400 - 100 parts between the two, 100 - 1 to be taken off.
+    # The excess is quadratic in the interval: 400 - 100 parts between the grids, 100 - 1 excess.
     over = asked.spend_by(Pld(20 * interval))(line.last) - line.spent
     line.spent -= min(99 / 300 * over, line.spent / 2)
     line.move(aim)
@@ -83,7 +83,7 @@ def _by_coarse_grids(line: _Line, asked: NoiseSearch, interval: float, aim: floa
 
 @dataclass
 class _Line:
-    """log ε as a straight function of log σ: the last point that is known, and the steepness."""
+    """log ε as a linear function of log σ: the last evaluated point, and the slope."""
 
     value: float
     steepness: float
@@ -91,9 +91,9 @@ class _Line:
     spent: float = 0.0
 
     def follow(self, spend: CostOf, limits: tuple[float, float]) -> bool:
-        """Go where the line meets the middle of the limits, until what is spent is within them.
+        """Evaluate where the line meets the middle of the limits, until ε is within them.
 
-        `last` is then that noise and `spent` its cost, and `value` where the line goes on.
+        Then `last` is that noise, `spent` its ε, and `value` the next guess.
         """
         low, high = limits
         before: tuple[float, float] | None = None
@@ -111,5 +111,5 @@ class _Line:
         return False
 
     def move(self, aim: float) -> None:
-        """Go to where the line meets the aim."""
+        """Set the next guess to where the line meets the aim."""
         self.value = self.last * min(max((self.spent / aim) ** (1 / self.steepness), 1e-3), 1e3)

@@ -1,9 +1,9 @@
-"""Find the one number of a run that is missing: noise, steps, batch or ε.
+"""Calibration: finds the one number of a run that is missing: noise, steps, batch or ε.
 
-Noise is mostly found by `aiming`, in a few steps. Where that fails, and for whole numbers, a search
-marches from a safe value until ε is over the target, closes in on a quick accountant, and confirms
-with the one that was asked for. What is returned has been confirmed, so it errs on the private side
-whatever the search did.
+`aiming` usually finds the noise in a few evaluations. If it fails, and for whole numbers, a search
+brackets the target from a safe value, narrows the bracket with fast accountants, and confirms the
+result with the accountant that was asked for. Every returned value has been confirmed, so an error
+of the search costs utility, never privacy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from dp_accounting import DpEvent
 
 from hushgrad.accounting.accountants import PLD, Accountant, require_delta
-from hushgrad.accounting.aiming import CostOf, NoiseSearch, aimed
+from hushgrad.accounting.aiming import CostOf, NoiseSearch, aim_noise
 from hushgrad.accounting.training import Training
 from hushgrad.types import Refused, Relation
 
-_CLOSE = 1e-4  # a search ends when ε is this near to its aim, relative to it
-_NEAR = 7.5e-4  # and what it found is taken when the real ε is this near to the target
+_CLOSE = 1e-4  # a search ends when ε is this close to its aim, relative to it
+_NEAR = 7.5e-4  # a result is accepted when the confirmed ε is this close below the target
 _START_NOISE, _MOST_NOISE, _LEAST_NOISE = 2.0**10, 2.0**40, 2.0**-6
 _MOST_STEPS = 2**30
 _ROUNDS = 3
@@ -29,7 +29,23 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Target:
-    """The guarantee that is asked for. An accountant that only approximates is refused."""
+    """The guarantee that calibration must meet.
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        relation: what makes two data sets neighbours.
+        accountant: which accountant must confirm it.
+
+    Raises:
+        Refused: for an accountant that only approximates, such as GDP.
+        ValueError: if ε or δ is out of range.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> f"{Target(3.0, 1e-5).spent(gaussian(2.0)):.2f}"
+        '1.99'
+    """
 
     epsilon: float
     delta: float
@@ -51,7 +67,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A run and what it guarantees, with everything that the two numbers depend on."""
+    """The result of `calibrate`: a run, its (ε, δ), and everything that these depend on.
+
+    Args:
+        training: the run, with no number missing.
+        epsilon: the confirmed ε.
+        delta: δ.
+        relation: what makes two data sets neighbours.
+        accountant: the name of the accountant.
+
+    Example:
+        >>> run = Training(records=1000, batch=10, noise_multiplier=2.0, steps=100)
+        >>> found = calibrate(run, delta=1e-5)
+        >>> found.accountant, f"{found.epsilon:.3f}"
+        ('pld', '0.190')
+    """
 
     training: Training
     epsilon: float
@@ -68,31 +98,43 @@ def calibrate(
     relation: Relation = Relation.ADD_REMOVE,
     accountant: Accountant = PLD,
 ) -> Calibrated:
-    """Find what is missing: exactly one of ε and the run's noise, steps and batch.
+    """Find the number that is missing: exactly one of ε and the run's noise, steps and batch.
 
     Guarantees: the ε of the result, by this accountant, is at most the one asked for, and within
     0.1 % of it unless whole steps or records leave a larger gap.
 
-    >>> run = Training(records=50_000, batch=1000, noise_multiplier=None, steps=5000)
-    >>> found = calibrate(run, epsilon=3.21, delta=1e-5)
-    >>> found.epsilon <= 3.21, f"{found.training.noise_multiplier:.2f}"
-    (True, '2.00')
+    Args:
+        training: the run; what is to be found is None.
+        delta: δ.
+        epsilon: ε, or None to find it.
+        relation: what makes two data sets neighbours.
+        accountant: which accountant must confirm the result.
+
+    Raises:
+        ValueError: unless exactly one number is missing.
+        Refused: if no value meets the target, or the accountant does not cover the run.
+
+    Example:
+        >>> run = Training(records=50_000, batch=1000, noise_multiplier=None, steps=5000)
+        >>> found = calibrate(run, epsilon=3.21, delta=1e-5)
+        >>> found.epsilon <= 3.21, f"{found.training.noise_multiplier:.2f}"
+        (True, '2.00')
     """
     require_proof(accountant)
     missing = training.missing + ([] if epsilon is not None else ["epsilon"])
     if len(missing) != 1:
         raise ValueError(
             f"expected one of epsilon, batch, noise_multiplier and steps to be None, got "
-            f"{', '.join(missing) or 'none'}; leave out the one to be found"
+            f"{', '.join(missing) or 'none'}; leave out only the one to be found"
         )
     if epsilon is None:
         spent = accountant.epsilon(training.event, delta=delta, relation=relation)
         return Calibrated(training, spent, delta, relation, accountant.name)
-    found, spent = _completed(training, missing[0], Target(epsilon, delta, relation, accountant))
+    found, spent = _complete(training, missing[0], Target(epsilon, delta, relation, accountant))
     return Calibrated(found, spent, delta, relation, accountant.name)
 
 
-def _completed(training: Training, name: str, target: Target) -> tuple[Training, float]:
+def _complete(training: Training, name: str, target: Target) -> tuple[Training, float]:
     if name == "noise_multiplier":
         noise, spent = least_noise(lambda z: replace(training, noise_multiplier=z).event, target)
         return replace(training, noise_multiplier=noise), spent
@@ -105,9 +147,20 @@ def _completed(training: Training, name: str, target: Target) -> tuple[Training,
 
 
 def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[float, float]:
-    """Return the least noise multiplier that meets the target, to 0.1 %, and the ε it costs.
+    """Return the smallest noise multiplier that meets the target, within 0.1 %, and its ε.
 
-    `event_of` may be any event that gets more private with the multiplier.
+    Args:
+        event_of: maps a noise multiplier to an event; more noise must mean less ε.
+        target: the guarantee to meet.
+
+    Raises:
+        Refused: if no noise meets the target.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> noise, epsilon = least_noise(gaussian, Target(1.0, 1e-5))
+        >>> f"{noise:.2f}", epsilon <= 1.0
+        ('3.73', True)
     """
 
     def search(spend: CostOf, epsilon: float, start: float | None) -> float:
@@ -116,7 +169,7 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
             safe *= 16
             if safe > _MOST_NOISE:
                 raise Refused(
-                    f"expected a target that some noise meets, got epsilon {target.epsilon} at "
+                    f"expected a target that enough noise meets, got epsilon {target.epsilon} at "
                     f"delta {target.delta}; ask for a larger epsilon or take fewer steps"
                 )
         stride = 0.98 if start else 0.25
@@ -126,13 +179,28 @@ def least_noise(event_of: Callable[[float], DpEvent], target: Target) -> tuple[f
     asked = NoiseSearch(
         event_of, target.accountant, target.delta, target.relation, near, target.epsilon
     )
-    return aimed(asked) or _confirmed(event_of, target, search)
+    return aim_noise(asked) or _search_confirmed(event_of, target, search)
 
 
 def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> tuple[int, float]:
-    """Return the largest number up to `limit` that meets the target, or 0.1 % less, and its ε.
+    """Return the largest whole number that meets the target, or 0.1 % less, and its ε.
 
-    `event_of` may be any event that gets less private with the number: steps, a batch's size.
+    Args:
+        event_of: maps a number (of steps, of records in a batch) to an event; a larger number must
+            mean a larger ε.
+        target: the guarantee to meet.
+        limit: the largest number to consider.
+
+    Raises:
+        Refused: if not even 1 meets the target.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian, repeated
+        >>> steps, epsilon = most(
+        ...     lambda n: repeated(n, gaussian(20.0)), Target(1, 1e-5), limit=1000
+        ... )
+        >>> steps, epsilon <= 1
+        (28, True)
     """
 
     def search(spend: CostOf, epsilon: float, start: float | None) -> float:
@@ -145,22 +213,22 @@ def most(event_of: Callable[[int], DpEvent], target: Target, *, limit: int) -> t
         stride = 1.02 if safe > 1 else 4.0
         return _frontier(spend, epsilon, safe=safe, stride=stride, limit=limit)
 
-    number, spent = _confirmed(lambda number: event_of(int(number)), target, search)
+    number, spent = _search_confirmed(lambda number: event_of(int(number)), target, search)
     return int(number), spent
 
 
-def _confirmed(
+def _search_confirmed(
     event_of: Callable[[float], DpEvent],
     target: Target,
     search: Callable[[CostOf, float, float | None], float],
 ) -> tuple[float, float]:
-    """Search with quicker accountants, aiming again until the one asked for confirms."""
+    """Search with faster accountants, correcting the aim until the exact one confirms."""
     exact, *quicker = _levels(event_of, target)
     value, aim = None, target.epsilon
     for spend in reversed(quicker):
         try:
             value = search(spend, aim, value)
-        except Refused:  # too coarse to meet the target at all; the next one is finer
+        except Refused:  # a coarse grid may not meet the target at all; the next one is finer
             continue
     best, seen = None, set[float]()
     while value is not None and value not in seen and len(seen) < _ROUNDS:
@@ -177,7 +245,7 @@ def _confirmed(
 
 
 def _levels(event_of: Callable[[float], DpEvent], target: Target) -> list[CostOf]:
-    """What a value costs: by the accountant asked for, by its sketch, and by that one's."""
+    """Return the functions from value to ε: by the exact accountant, its sketch, that one's."""
     accountants = [target.accountant]
     while accountants[-1].sketch() != accountants[-1] and len(accountants) < 3:
         accountants.append(accountants[-1].sketch())
@@ -190,9 +258,9 @@ def _levels(event_of: Callable[[float], DpEvent], target: Target) -> list[CostOf
 
 
 def _frontier(spend: CostOf, epsilon: float, *, safe: float, stride: float, limit: float) -> float:
-    """Return the last value on the way from `safe` to `limit` that spends at most `epsilon`.
+    """Return the last value between `safe` and `limit` whose ε is at most `epsilon`.
 
-    A limit above `safe` means whole numbers.
+    With a limit above `safe` it searches whole numbers.
     """
     whole = stride > 1
     inner, outer = safe, safe
@@ -212,11 +280,11 @@ def _frontier(spend: CostOf, epsilon: float, *, safe: float, stride: float, limi
         if spend(value) <= epsilon:
             inner, low = value, spend(value)
             held = max(held, 0) + 1
-            high = _softened(high, epsilon) if held > 1 else high
+            high = _soften(high, epsilon) if held > 1 else high
         else:
             outer, high = value, spend(value)
             held = min(held, 0) - 1
-            low = _softened(low, epsilon) if held < -1 else low
+            low = _soften(low, epsilon) if held < -1 else low
     return inner
 
 
@@ -229,15 +297,15 @@ def _between(inner: float, outer: float, low: float, high: float, epsilon: float
     return float(inner * (outer / inner) ** share)
 
 
-def _softened(spent: float, epsilon: float) -> float:
-    """Halve the distance to the target of an end that stays, so that the other one moves on."""
+def _soften(spent: float, epsilon: float) -> float:
+    """Move an end that stays in place halfway to the target (as in the Illinois method)."""
     return math.sqrt(max(spent, 1e-3 * epsilon) * epsilon)
 
 
 def require_proof(accountant: Accountant) -> None:
-    """Raise for an accountant whose figures are no upper bounds."""
+    """Raise `Refused` for an accountant whose figures are not proven upper bounds."""
     if not accountant.proves:
         raise Refused(
-            f"expected an accountant that proves its figures, got {accountant.name}, which is an "
-            "approximation and may under-state epsilon; use pld or rdp"
+            f"expected an accountant that proves its figures, got {accountant.name}, an "
+            "approximation that may under-state epsilon; use pld or rdp"
         )

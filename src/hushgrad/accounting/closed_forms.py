@@ -1,8 +1,8 @@
 """The papers' closed forms, each with the conditions under which it is proved.
 
-A form whose condition fails raises `Refused`; it does not return a figure that nobody has proved.
-Multipliers are noise ÷ the bound on one record; where a paper works under replace-one, its σ' is
-half of that.
+If a condition fails, the function raises `Refused` instead of returning an unproven figure.
+Multipliers are noise ÷ the bound on one record; a paper that works under replace-one has σ' = half
+of that.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from scipy.special import log_ndtr
 
 from hushgrad.types import Refused
 
-_UP = 1 + 1e-9  # the package's root finder stops within 1e-12; this keeps us on the private side
-_MOST_NOISE = 2.0**40  # beyond, the package's differences lose all digits; less noise over-states
+_UP = 1 + 1e-9  # the package's root finder stops within 1e-12; rounding up never under-states
+_MOST_NOISE = 2.0**40  # with more, the package's differences cancel; less noise over-states ε
 
 
 def gaussian_delta(noise_multiplier: float, *, epsilon: float) -> float:
@@ -39,7 +39,7 @@ def gaussian_epsilon(noise_multiplier: float, *, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, delta=1e-5), 4)
     4.3772
     """
-    with np.errstate(divide="ignore"):  # a δ of 0 on the way has the logarithm -inf
+    with np.errstate(divide="ignore"):  # the root finder may try a δ of 0, whose log is -inf
         return float(get_epsilon_gaussian(min(noise_multiplier, _MOST_NOISE), delta)) * _UP
 
 
@@ -50,11 +50,14 @@ def gaussian_noise_multiplier(epsilon: float, *, delta: float) -> float:
 
 
 def gradient_descent_noise_multiplier(epsilon: float, *, delta: float, steps: int) -> float:
-    """Return the multiplier of clipped DP-GD's Theorem 2.2, √(2T log 1/δ)/ε, where it suffices.
+    """Return the multiplier of clipped DP-GD's Theorem 2.2, √(2T log 1/δ)/ε, if it suffices.
 
-    The paper divides by the number of records, which add/remove does not leave public; here noise
-    is on the sum. Its proof gives ε + ε²/(4 log 1/δ), but by the exact mechanism the noise
-    suffices up to ε ≈ 7.97 at δ = 1e-5. Beyond, it is refused.
+    The paper divides by the number of records, which is not public under add/remove; here the
+    noise is on the sum. The paper's proof gives ε + ε²/(4 log 1/δ), but for the exact mechanism
+    the noise suffices up to ε ≈ 7.97 at δ = 1e-5.
+
+    Raises:
+        Refused: at a larger ε.
     """
     found = math.sqrt(2 * steps * math.log(1 / delta)) / epsilon
     real = gaussian_delta(found / math.sqrt(steps), epsilon=epsilon)
@@ -129,7 +132,7 @@ def recursive_momentum_noise_multiplier(
 
 
 def adaptive_clipping_multiplier(noise_multiplier: float, *, count_noise: float) -> float:
-    """Return z_Δ = (z⁻² − (2σ_b)⁻²)^(-½): what is left for the sum beside a count on its batch.
+    """Return z_Δ = (z⁻² − (2σ_b)⁻²)^(-½), the sum's multiplier next to a count on the same batch.
 
     Quantile-adaptive clipping releases with each clipped sum a count of the records that were not
     clipped, with noise of standard deviation `count_noise` (σ_b). Each record adds ½ or -½ to the
@@ -144,8 +147,8 @@ def adaptive_clipping_multiplier(noise_multiplier: float, *, count_noise: float)
     count = 2 * count_noise
     if not 0 < noise_multiplier < count < math.inf:
         raise Refused(
-            f"expected 0 < noise_multiplier < 2 count_noise < ∞, or the count alone would cost "
-            f"more than is to be spent, got {noise_multiplier} and {count}; add noise to the count"
+            f"expected 0 < noise_multiplier < 2 count_noise < ∞, because the count alone must cost "
+            f"less than both together, got {noise_multiplier} and {count}; add noise to the count"
         )
     return 1 / math.sqrt((1 / noise_multiplier - 1 / count) * (1 / noise_multiplier + 1 / count))
 

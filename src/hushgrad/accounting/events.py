@@ -1,4 +1,4 @@
-"""The events that accounting is asked about most often, each made in one call."""
+"""Constructors for the most common events."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from itertools import pairwise
 from dp_accounting import DpEvent, GaussianDpEvent
 from dp_accounting.dp_event import NoOpDpEvent
 
-from hushgrad.events import MixedDpEvent, merged
+from hushgrad.events import MixedDpEvent, count_leaves
 from hushgrad.sampling import Poisson
 from hushgrad.types import Refused
 
 
 def gaussian(noise_multiplier: float) -> DpEvent:
-    """Gaussian noise on a sum over all records, σ = noise ÷ the bound on one record."""
+    """Return the event of Gaussian noise on a sum over all records.
+
+    Args:
+        noise_multiplier: σ, the noise's standard deviation ÷ the bound on one record.
+
+    Raises:
+        ValueError: if σ is not positive and finite.
+
+    Example:
+        >>> from hushgrad.accounting import PLD
+        >>> f"{PLD.epsilon(gaussian(1.0), delta=1e-5):.2f}"
+        '4.38'
+    """
     if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
         raise ValueError(
             f"expected noise_multiplier > 0 and finite, got {noise_multiplier}; "
@@ -25,26 +37,48 @@ def gaussian(noise_multiplier: float) -> DpEvent:
 
 
 def poisson(rate: float, event: DpEvent) -> DpEvent:
-    """`event` on a Poisson batch at this rate (q), whatever the number of records."""
+    """Return the event of running `event` on a Poisson-sampled batch.
+
+    Args:
+        rate: q, the probability with which each record is drawn.
+        event: what happens on the batch.
+
+    Raises:
+        ValueError: if q is not between 2⁻³² and 1.
+
+    Example:
+        >>> from hushgrad.accounting import PLD
+        >>> f"{PLD.epsilon(poisson(0.01, gaussian(1.0)), delta=1e-5):.2f}"
+        '0.20'
+    """
     return Poisson(rate).amplify(event, num_records=1)
 
 
 def uniformly_stopped(
     rounds: Callable[[int], DpEvent], steps: int, *, levels: int = 64
 ) -> MixedDpEvent:
-    """A run that is stopped after a number of rounds drawn uniformly from 1 up to `steps` (T).
+    """Return the event of a run that stops after a random number of rounds, uniform on 1 to T.
 
-    `rounds(t)` is the event of its first t rounds. More than `levels` numbers are rounded up to
-    that many, which over-states a little. Accounting for the expected number of rounds would
-    under-state: δ grows faster than t.
+    Guarantees: those of `MixedDpEvent`, under its conditions: the draw is public, the run takes no
+    round after it, and nothing is published except the number drawn and that round's output.
+    Accounting for the expected number of rounds instead would under-state ε, because δ grows
+    faster than the number of rounds.
 
-    Guarantees: those of `MixedDpEvent`, under its conditions. The draw is public, the run takes no
-    round after it, and nothing leaves but the number drawn and what is released at that round.
+    Args:
+        rounds: maps t to the event of the first t rounds.
+        steps: T.
+        levels: how many different numbers of rounds to distinguish; others are rounded up, which
+            over-states ε slightly.
 
-    >>> from hushgrad.events import repeated
-    >>> run = uniformly_stopped(lambda t: repeated(t, gaussian(8.0)), 100)
-    >>> [event.count for event in run.events][:3], len(run.events)
-    ([2, 4, 5], 64)
+    Raises:
+        ValueError: if `steps` or `levels` is not a whole number of 1 or more.
+        Refused: if `rounds(t)` does not contain `rounds(t - 1)`.
+
+    Example:
+        >>> from hushgrad.events import repeated
+        >>> run = uniformly_stopped(lambda t: repeated(t, gaussian(8.0)), 100)
+        >>> [event.count for event in run.events][:3], len(run.events)
+        ([2, 4, 5], 64)
     """
     if steps != int(steps) or steps < 1 or levels < 1:
         raise ValueError(
@@ -60,9 +94,9 @@ def uniformly_stopped(
 
 
 def _require_prefix(shorter: DpEvent, longer: DpEvent) -> None:
-    """Rounding up needs that a run of more rounds holds one of fewer."""
-    have = {repr(part): count for part, count in merged(longer)}
-    needed = ((p, count) for p, count in merged(shorter) if not isinstance(p, NoOpDpEvent))
+    """Require that a longer run contains the shorter one, without which rounding up is unsound."""
+    have = {repr(part): count for part, count in count_leaves(longer)}
+    needed = ((p, count) for p, count in count_leaves(shorter) if not isinstance(p, NoOpDpEvent))
     if any(have.get(repr(part), 0) < count for part, count in needed):
         raise Refused(
             "expected rounds(t) to hold every event of rounds(t - 1), got one that leaves some "

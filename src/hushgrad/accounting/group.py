@@ -1,4 +1,4 @@
-"""Privacy of several records at once: a group of k, or a user who has at most k."""
+"""Group privacy: guarantees for k records at once, or for a user who has at most k records."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dp_accounting.dp_event import (
 from scipy.stats import binom
 
 from hushgrad.accounting.accountants import PLD, Accountant, Pld, require_delta
+from hushgrad.accounting.backend import kinds, parts
 from hushgrad.accounting.calibration import require_proof
-from hushgrad.accounting.packaged import kinds, parts
 from hushgrad.events import MixedDpEvent, PureDpEvent
 from hushgrad.types import Refused, Relation
 
-_MOST_NUMBERS = 48  # of records drawn from a group that are told apart
-_RARE = 1e-15  # the chance of more or fewer than those, which are rounded up much further
+_MOST_NUMBERS = 48  # how many numbers of drawn group members a mixture distinguishes
+_RARE = 1e-15  # numbers that are rarer than this are rounded up coarsely
 _LARGEST = 10**6
-"""The largest group: beyond, next to nothing protects it, or its cost takes minutes to find."""
+"""The largest group; a larger one is hardly protected, or its ε takes minutes to find."""
 
 
 def group_epsilon(
@@ -40,15 +40,31 @@ def group_epsilon(
     relation: Relation = Relation.ADD_REMOVE,
     accountant: Accountant = PLD,
 ) -> float:
-    """Return ε for `size` records (k) at once, or for a user who has at most that many.
+    """Return ε for a group of `size` records (k), or for a user who has at most k records.
 
-    Under add/remove the whole group is added or the whole group is removed, and under zero-out
-    the whole group is blanked: a guarantee for a user who takes part or does not. Adding some
-    records while removing others is another relation, which the mixture below does not cover.
+    Guarantees: under add/remove the whole group is added or removed, and under zero-out the whole
+    group is blanked: the guarantee for a user who takes part or does not. Adding some records
+    while removing others is another relation, which this does not cover.
 
-    Noise on whole batches is accounted for at k times the sensitivity. Poisson sampling by PLD
-    counts how many of the k are drawn, a mixture of Gaussians at 0 up to k times the bound.
-    Anything else goes through (ε, δ) → (kε, δ(e^kε − 1)/(e^ε − 1)), which is far from tight.
+    Noise on full batches is accounted for at k times the sensitivity. Poisson sampling with PLD is
+    a mixture of Gaussians over the number of group members that are drawn. Everything else uses
+    (ε, δ) → (kε, δ(e^kε − 1)/(e^ε − 1)), which is far from tight.
+
+    Args:
+        event: the event of the run.
+        size: k, at most a million.
+        delta: δ for the group.
+        relation: what makes two data sets neighbours, for a whole group.
+        accountant: the accountant to use.
+
+    Raises:
+        ValueError: if k or δ is out of range.
+        Refused: if the noise does not protect such a group.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> f"{group_epsilon(gaussian(4.0), size=4, delta=1e-5):.2f}"  # as one record at σ = 1
+        '4.38'
 
     Reference: Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD; Vadhan 2017, Lemma 2.2.
     """
@@ -66,15 +82,15 @@ def group_epsilon(
         return accountant.epsilon(scaled, delta=delta, relation=relation)
     counted = _grouped(event, size, relation, drawn=isinstance(accountant, Pld))
     if counted is not None:
-        # On the fine grid a mixture takes seconds; the coarse one over-states a little.
+        # A mixture takes seconds on the fine grid; the coarse grid over-states ε slightly.
         return accountant.sketch().epsilon(counted, delta=delta, relation=relation)
     return _converted(event, size, delta, relation, accountant.sketch())
 
 
 def _grouped(event: DpEvent, size: int, relation: Relation, *, drawn: bool) -> DpEvent | None:
-    """The event as the whole group sees it, or None where a part has no such form.
+    """Return the event for the whole group, or None if a part has no such form.
 
-    `drawn` allows Poisson sampling, as a mixture over how many of the group are drawn.
+    `drawn` allows Poisson sampling, as a mixture over the number of drawn group members.
     """
     found = []
     for part, count in parts(event, relation):
@@ -101,18 +117,18 @@ def _of_group(part: DpEvent, size: int, relation: Relation, *, drawn: bool) -> D
 
 
 def _counted(noise_multiplier: float, size: int, rate: float) -> DpEvent:
-    """A sum that moves by as many bounds as there are records of the group in the batch.
+    """Return the mixture of Gaussians whose shift is the number of drawn group members.
 
-    Of large groups some numbers are rounded up, which over-states: a mixture that moves further,
-    with the same probabilities, is less private (Choquette-Choo et al. 2023, Lemma 4.4).
+    For large groups some numbers are rounded up, which over-states ε: a mixture with larger shifts
+    and the same probabilities is less private (Choquette-Choo et al. 2023, Lemma 4.4).
     """
     lengths = _numbers(size, rate)
-    # P(N <= n) loses its digits near 1, and P(N > n) does far below: each is used where it is small
+    # P(N <= n) loses digits near 1, P(N > n) for small n: each is used where it is small.
     below, above = binom.cdf(lengths, size, rate), binom.sf(lengths, size, rate)
     rising, falling = np.diff(below, prepend=0.0), -np.diff(above, prepend=1.0)
     chances = [float(p) for p in np.maximum(np.where(below < 0.5, rising, falling), 0.0)]
-    # They must add up to 1. What is missing goes where it costs most; what is too much comes from
-    # the largest of them, as the last may be smaller than the rounding.
+    # They must add up to 1. A deficit goes to the largest shift, which costs most; an excess comes
+    # off the largest probability, because others may be smaller than the excess.
     over = math.fsum(chances) - 1
     chances[-1] -= min(over, 0.0)
     chances[chances.index(max(chances))] -= max(over, 0.0)
@@ -122,7 +138,7 @@ def _counted(noise_multiplier: float, size: int, rate: float) -> DpEvent:
 
 
 def _numbers(size: int, rate: float) -> list[int]:
-    """The numbers of records drawn that are told apart: all of them, or the likely ones' steps."""
+    """Return the numbers of drawn members to distinguish: all, or a grid over the likely ones."""
     if size <= _MOST_NUMBERS:
         return list(range(size + 1))
     first, last = (int(binom.isf(p, size, rate)) for p in (1 - _RARE, _RARE))
@@ -136,7 +152,7 @@ def _numbers(size: int, rate: float) -> list[int]:
 def _converted(
     event: DpEvent, size: int, delta: float, relation: Relation, accountant: Accountant
 ) -> float:
-    """Return k times the least ε of one record whose δ, so enlarged, is small enough."""
+    """Return k times the least ε of one record whose δ, converted to the group, is small enough."""
     cut = any(isinstance(p, TruncatedSubsampledGaussianDpEvent) for p in kinds(event, relation))
     if cut and relation is Relation.ADD_REMOVE:
         raise Refused(
@@ -159,8 +175,8 @@ def _converted(
         low, high = high, 1.5 * high
         if size * high > 500:
             raise Refused(
-                f"expected noise that protects {size} records at once, got an epsilon above "
-                f"{size * low:.0f}; use Poisson sampling with pld, or more noise"
+                f"expected enough noise to protect {size} records at once, got an epsilon above "
+                f"{size * low:.0f}; use Poisson sampling with the pld accountant, or more noise"
             )
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)

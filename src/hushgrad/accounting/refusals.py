@@ -1,4 +1,4 @@
-"""What is not covered is refused in one sentence that ends with what to do instead."""
+"""Refusals of events that an accountant does not cover, each with a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIXED_SIZE = ("SampledWithoutReplacementDpEvent", "ShuffledDpEvent")
 
 @runtime_checkable
 class Able(Protocol):
-    """An accountant, as far as a remedy needs to know it."""
+    """The part of an accountant that a remedy needs."""
 
     @property
     def name(self) -> str:
@@ -51,13 +51,13 @@ def refuse(
 ) -> NoReturn:
     """Raise `Refused` for an event that this accountant does not cover under this relation."""
     raise Refused(
-        f"expected what the {accountant.name} accountant covers under {relation.value}, got "
-        f"{event_kind(event)}; {remedy(event, relation, among=among)}"
+        f"expected an event that the {accountant.name} accountant covers under {relation.value}, "
+        f"got {event_kind(event)}; {remedy(event, relation, among=among)}"
     )
 
 
 def remedy(event: DpEvent, relation: Relation, *, among: Sequence[Able]) -> str:
-    """Say which of the accountants cover the event, under this relation or else under another."""
+    """Name the accountants that cover the event, under this relation or else under another."""
     here = [a.name for a in among if a.supports(event, relation)]
     if here:
         return f"use the {' or '.join(here)} accountant"

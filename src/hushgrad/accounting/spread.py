@@ -1,7 +1,7 @@
-"""How far privacy losses spread, and so how fine the grid can be that they are kept on.
+"""Estimates how far privacy losses spread, and from that the step of PLD's grid.
 
-Everything here is a guide to speed and memory. A grid that is coarser than it need be over-states
-ε and never under-states it, so nothing that is proved rests on these estimates.
+These estimates affect only speed and memory. A grid that is too coarse over-states ε, so no proof
+depends on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, TruncatedSubsampledGaussianDpEvent
 from scipy.special import logsumexp
 
-from hushgrad.accounting.packaged import parts
+from hushgrad.accounting.backend import parts
 from hushgrad.events import MixedDpEvent
 from hushgrad.types import Relation
 
@@ -70,14 +70,14 @@ class _Spread:
 
 
 def interval_for(event: DpEvent, relation: Relation, interval: float) -> float:
-    """Return the grid's step: `interval`, or more where the losses spread too far for it."""
+    """Return the grid's step: `interval`, or more if the losses spread too far for it."""
     return _spread(event, relation).interval(interval)
 
 
 def about_mu(event: DpEvent, relation: Relation) -> float | None:
-    """About µ of the Gaussian mechanism that `event` is like; None where nobody can tell.
+    """Return about µ of the Gaussian mechanism that resembles `event`; None if unknown.
 
-    By the central limit theorem, so it may under-state: good for a first guess and nothing else.
+    It uses the central limit theorem and may under-state, so it is only good for a first guess.
     """
     found = [(_chi_squared(part, relation), count) for part, count in parts(event, relation)]
     if not found or not all(each for each, _ in found):
@@ -94,8 +94,8 @@ def _chi_squared(part: DpEvent, relation: Relation) -> float:
         case PoissonSampledDpEvent(
             sampling_probability=q, event=GaussianDpEvent(noise_multiplier=z)
         ):
-            # χ² of the mixture against the noise alone, or against the mirrored mixture; as much
-            # noise as 2**-50 has no exponential.
+            # χ² of the mixture against the noise alone, or against the mirrored mixture. The
+            # clamp at 50 keeps the exponential finite for very little noise.
             inverse = min(z**-2, 50.0)
             moved = math.expm1(inverse)
             found = 4 * math.sinh(inverse) if double == 2 else moved
@@ -107,7 +107,7 @@ def _chi_squared(part: DpEvent, relation: Relation) -> float:
 
 
 def _spread(event: DpEvent, relation: Relation) -> _Spread:
-    """That of a composition, whose parts are kept one by one and added up."""
+    """Return the spread of a composition, whose parts are composed one after the other."""
     found = [_spread_of(part, count, relation) for part, count in parts(event, relation)]
     return _Spread(
         max((each.one for each in found), default=0.0),
@@ -140,7 +140,7 @@ def _spread_of(part: DpEvent, count: int, relation: Relation) -> _Spread:
     found, deviation = _composed(mixture, count), math.sqrt(squared)
     coarse = found.composed / _MOST_POINTS > deviation / 2
     if coarse and count * deviation > _MOST_ROUNDED:
-        # Rounded to a coarser grid the losses spread further, so that it had to be coarser still.
+        # Rounding to a coarser grid makes the losses spread further, which needs a coarser grid.
         return replace(found, composed=math.inf)
     return replace(found, fine=fine)
 

@@ -1,4 +1,4 @@
-"""An ordinary run: Gaussian noise on a batch of the same kind at every step."""
+"""The description of an ordinary run: every step adds Gaussian noise to the sum of a batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from hushgrad.sampling.named import SamplingOf, poisson_batches
 
 @dataclass(frozen=True)
 class Training:
-    """A run of `steps` steps (T) on batches of `batch` out of `records`.
+    """An ordinary run: steps of Gaussian noise on sampled batches.
 
-    `noise_multiplier` (σ) is noise ÷ the bound on one record, under every relation. One of
-    `batch`, `noise_multiplier` and `steps` may be None, for `calibrate` to find.
+    One of `batch`, `noise_multiplier` and `steps` may be None, for `calibrate` to find.
+
+    Args:
+        records: the public number of records.
+        batch: the (expected) batch size.
+        noise_multiplier: σ, noise ÷ the bound on one record, under every relation.
+        steps: T, the number of steps.
+        drawn: how batches are sampled: `poisson_batches`, `fixed_batches`, ….
+
+    Raises:
+        ValueError: if the batch exceeds the records, or there are no steps.
+
+    Example:
+        >>> Training(records=1000, batch=10, noise_multiplier=None, steps=100).missing
+        ['noise_multiplier']
     """
 
     records: int
@@ -35,17 +48,17 @@ class Training:
 
     @property
     def missing(self) -> list[str]:
-        """The names of what is None."""
+        """The names of the numbers that are None."""
         names = ("batch", "noise_multiplier", "steps")
         return [name for name in names if getattr(self, name) is None]
 
     @property
     def event(self) -> DpEvent:
-        """The whole run as one event, which its sampling states."""
+        """The whole run as one event."""
         if self.batch is None or self.noise_multiplier is None or self.steps is None:
             raise ValueError(
-                f"expected a run with every number given, got none for "
-                f"{', '.join(self.missing)}; find it with calibrate"
+                f"expected a run with all numbers, got None for {', '.join(self.missing)}; find "
+                "it with calibrate"
             )
         sampling, noise = self.drawn(self.batch, self.records), gaussian(self.noise_multiplier)
         return sampling.run_event(noise, num_records=self.records, num_steps=self.steps)

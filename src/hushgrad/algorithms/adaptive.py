@@ -16,9 +16,9 @@ from hushgrad.algorithms.output import FARTHEST, Output, choosing, chosen, last
 from hushgrad.batches.records import MULTIPLE, count, pad, padded_size
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.gradients import restored, unwrap_constants
+from hushgrad.iterates import Values, copy_values, exchange_values, norm
 from hushgrad.noise import Noise, gaussian, laplace
-from hushgrad.points import Values, norm, point, swapped
-from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit
+from hushgrad.run.permit import Allowance, StepMechanism, ZcdpLimit
 from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand, answerable
 from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
@@ -142,7 +142,7 @@ class Objectives:
         found = torch.zeros(len(self.ends), dtype=torch.float64)
         for k, end in enumerate(self.ends):
             # The same draws at every end, and no two records with the same.
-            with torch.no_grad(), torch.random.fork_rng(), swapped(context.params, end):
+            with torch.no_grad(), torch.random.fork_rng(), exchange_values(context.params, end):
                 for part in work.parts():
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
@@ -158,7 +158,7 @@ class Objectives:
 
 
 _SCORES = "scores"
-_FREE = Mechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
+_FREE = StepMechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
 _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 
@@ -194,7 +194,7 @@ def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
 
 
 def _moved(params: Params, mean: Values, rate: float) -> dict[str, Tensor]:
-    return {n: x - rate * mean[n].to(x.device, x.dtype) for n, x in point(params).items()}
+    return {n: x - rate * mean[n].to(x.device, x.dtype) for n, x in copy_values(params).items()}
 
 
 def _losses(part: Part) -> Tensor:

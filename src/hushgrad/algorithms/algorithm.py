@@ -2,7 +2,7 @@
 
 `stage` says which records a step sees and what it may release of them, so that the event of a run
 follows from it. `step` asks the batch and returns an estimate of the gradient, which is given to
-the user's optimizer. An algorithm has what differs from DP-SGD; `Parts` fills in the rest.
+the user's optimizer. An algorithm has what differs from DP-SGD; `AlgorithmParts` fills in the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hushgrad.clipping.rules import Adaptive, Clip
 from hushgrad.events import repeated
 from hushgrad.noise import Independent, Noise, NoiseKind
 from hushgrad.rng import Rng
-from hushgrad.run.permit import Allowance, Mechanism, ZcdpLimit
+from hushgrad.run.permit import Allowance, StepMechanism, ZcdpLimit
 from hushgrad.run.query import ClippedSum
 from hushgrad.run.step import StepContext
 from hushgrad.sampling import Sampling, Scheme
@@ -60,7 +60,7 @@ class StepPlan:
     noise: float = 1.0
     answers: int = 1
     query: type = ClippedSum
-    mechanism: Mechanism | None = None
+    mechanism: StepMechanism | None = None
     extra: tuple[Allowance, ...] = ()
 
     def noise_at(self, noise_multiplier: float, kind: NoiseKind = INDEPENDENT) -> Noise:
@@ -87,8 +87,8 @@ class Algorithm(Protocol):
     """What a run does with its batches: `step` at least, and what differs from DP-SGD.
 
     Contract: nothing of a record gets into the estimate or the state but by `context.release`. What
-    an algorithm leaves out is as in DP-SGD; see `Parts` for all that it may have. They depend on
-    public numbers and on released values alone. `testing.check_algorithm` tries one.
+    an algorithm leaves out is as in DP-SGD; see `AlgorithmParts` for all that it may have. They
+    depend on public numbers and on released values alone. `testing.check_algorithm` tries one.
     """
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
@@ -99,7 +99,7 @@ class Algorithm(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class AlgorithmParts:
     """An algorithm with all its parts: its own, and those of DP-SGD for what it leaves out.
 
     `stage(step, conditions)` is what a step may release. `limit(noise_multiplier, conditions)` is
@@ -122,7 +122,7 @@ class Parts:
     one_bound: bool
 
     @classmethod
-    def of(cls, algorithm: Algorithm) -> Parts:
+    def of(cls, algorithm: Algorithm) -> AlgorithmParts:
         """The parts of an algorithm; DP-SGD's where it has none of its own."""
         own = {name: getattr(algorithm, name, default) for name, default in _USUAL.items()}
         return cls(step=algorithm.step, **own)
@@ -177,7 +177,7 @@ class Schedule:
     which `StepContext.release` holds them.
     """
 
-    def __init__(self, parts: Parts, conditions: Conditions, steps: int) -> None:
+    def __init__(self, parts: AlgorithmParts, conditions: Conditions, steps: int) -> None:
         self._parts, self._conditions, self._steps = parts, conditions, steps
         self._kinds: list[StepPlan] = []
         alike = parts.stage is _USUAL["stage"]
@@ -232,7 +232,7 @@ def composed(
             )
     if len(counts) == 1:
         (stage, count), records = counts[0], conditions.records
-        if not Parts.is_independent(conditions.noise):
+        if not AlgorithmParts.is_independent(conditions.noise):
             return conditions.noise.run_event(
                 noise_multiplier, sampling=stage.sampling, num_records=records, num_steps=count
             )

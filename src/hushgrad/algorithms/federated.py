@@ -13,8 +13,8 @@ from hushgrad.algorithms.output import Output, last
 from hushgrad.batches.records import count, map_tensors
 from hushgrad.gradients import Gradients, check_parameters, restored, unwrap_constants
 from hushgrad.gradients.factors import Dense, Factors, in_turn
+from hushgrad.iterates import copy_values, exchange_values
 from hushgrad.numerics import wide
-from hushgrad.points import point, swapped
 from hushgrad.run.query import ClippedSum, Part, Summand
 from hushgrad.run.step import StepContext
 
@@ -69,10 +69,10 @@ class FedAvg:
     def _trained(self, part: Part, client: int) -> tuple[dict[str, Tensor], float]:
         batch, _ = unwrap_constants(part.batch)
         examples = map_tensors(lambda x: x[client], batch)
-        before = point(part.objective.params)
-        values, tensors = point(part.objective.params), list(part.objective.params.values())
+        before = copy_values(part.objective.params)
+        values, tensors = copy_values(part.objective.params), list(part.objective.params.values())
         losses = []
-        with restored({}, part.objective.modules), swapped(part.objective.params, values):
+        with restored({}, part.objective.modules), exchange_values(part.objective.params, values):
             for _ in range(self.local_steps):
                 with torch.enable_grad():
                     mean = part.objective.loss(examples).mean()

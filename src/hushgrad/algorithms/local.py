@@ -31,7 +31,7 @@ from hushgrad.gradients import Gradients, require_factors
 from hushgrad.gradients.factors import Dense, Factors, in_turn
 from hushgrad.noise import Noise, gaussian, release, standard_normal
 from hushgrad.rng import Rng
-from hushgrad.run.permit import Mechanism
+from hushgrad.run.permit import StepMechanism
 from hushgrad.run.query import BatchPass, Part, answerable
 from hushgrad.run.step import StepContext, release_once
 from hushgrad.types import Bounded, Refused, Relation, Released
@@ -60,7 +60,7 @@ class LocalGd:
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """One report of each record."""
-        mechanism = Mechanism(pure_noise, pure_reports) if self.pure else None
+        mechanism = StepMechanism(pure_noise, pure_reports) if self.pure else None
         return StepPlan(conditions.sampling, query=Reports, mechanism=mechanism)
 
     def check(self, conditions: Conditions) -> None:

@@ -15,9 +15,9 @@ from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor
 
 from hushgrad.accounting import PureDpEvent, uniformly_stopped
+from hushgrad.iterates import copy_values, norm
 from hushgrad.noise import Noise, laplace
 from hushgrad.noise.releasing import GRID_BITS
-from hushgrad.points import norm, point
 from hushgrad.rng import Rng
 from hushgrad.run.permit import Allowance
 from hushgrad.run.query import BatchPass, answerable
@@ -106,7 +106,7 @@ def uniform() -> Output:
     """
 
     def after(kept: Kept, params: Params, taken: int) -> Kept:
-        return kept | {"point": point(params)} if taken == kept["drawn"] else kept
+        return kept | {"point": copy_values(params)} if taken == kept["drawn"] else kept
 
     return Output(
         "uniform",
@@ -234,7 +234,7 @@ def chosen(noise_multiplier: float) -> PureDpEvent:
 
 
 def _less(kept: Kept, score: float, params: Params) -> Kept:
-    return {"score": score, "point": point(params)} if score < kept["score"] else kept
+    return {"score": score, "point": copy_values(params)} if score < kept["score"] else kept
 
 
 def draw_stop(steps: int, rng: Rng) -> int:

@@ -18,7 +18,7 @@ from hushgrad.algorithms.algorithm import Conditions, State, StepPlan, refuse_di
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.gradients import Gradients, difference
-from hushgrad.points import Values, distance, norm, point
+from hushgrad.iterates import Values, copy_values, distance, norm
 from hushgrad.run.query import ClippedSum, Summand
 from hushgrad.run.step import StepContext
 from hushgrad.types import Params
@@ -106,7 +106,7 @@ class Srm:
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The recursion; what is remembered is the released estimate and its point."""
-        here = point(context.params)
+        here = copy_values(context.params)
         if not state:
             first = ClippedSum(lambda here: [Summand(here, context.clip)])
             estimate = context.mean(context.release(first))
@@ -204,7 +204,7 @@ class SpiderBoost:
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """The anchor, or the recursion from it."""
-        here = point(context.params)
+        here = copy_values(context.params)
         if context.step % self.period == 0 or not state:
             anchor = ClippedSum(lambda here: [Summand(here, context.clip)])
             estimate = context.mean(context.release(anchor))
@@ -231,7 +231,9 @@ def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Valu
     if isinstance(rule, Clip):
         return rule
     groups = len(context.batch_pass.partition.names)
-    return rule.at(distance(point(context.params), before), most=2 * context.clip.bound(groups))
+    return rule.at(
+        distance(copy_values(context.params), before), most=2 * context.clip.bound(groups)
+    )
 
 
 def copied(estimate: Values) -> dict[str, Tensor]:

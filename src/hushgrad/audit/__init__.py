@@ -1,1 +1,1 @@
-"""Empirical attacks: what an adversary learns, measured and not argued."""
+"""Empirical attacks: measurements of what an adversary learns."""

@@ -24,45 +24,48 @@ from hushgrad.noise import gaussian, release, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.types import Bounded
 
-Mechanism = Callable[[Tensor, int], Tensor]
-"""A float32 sum and the number of the trial, to the sum with noise of standard deviation 1."""
+NoiseMechanism = Callable[[Tensor, int], Tensor]
+"""Maps a float32 sum and the trial's number to the sum with noise of standard deviation 1."""
 
-_LATTICE = 2.0**24
-_RESOLVED = 2.0**16  # up to this many lattice steps from 0 float32 tells one radius from the next
+_LATTICE = 2.0**24  # torch.randn draws its uniforms with 24 bits
+_RESOLVED = 2.0**16  # lattice steps from 0 within which float32 separates neighbouring radii
 
 
 def float32_noise(total: Tensor, trial: int) -> Tensor:
-    """What is commonly done: `sum + torch.randn` in float32."""
+    """Add noise as is common: `sum + torch.randn` in float32."""
     generator = torch.Generator().manual_seed(trial)
     return total + torch.randn(total.shape, generator=generator)
 
 
 def float64_noise(total: Tensor, trial: int) -> Tensor:
-    """Half of the cure: noise of 52 bits added in float64, and not rounded to a grid."""
+    """Add noise of 52 bits in float64 without rounding to a grid: half of the remedy."""
     return total.double() + standard_normal(len(total), Rng.fixed(trial))
 
 
-def released(total: Tensor, trial: int) -> Tensor:
-    """What hushgrad does."""
+def hushgrad_noise(total: Tensor, trial: int) -> Tensor:
+    """Add noise as hushgrad does: `noise.release`, on a public grid."""
     bounded = Bounded({"sum": total}, l2=1.0)
     return release(bounded, gaussian(1.0), rng=Rng.fixed(trial), step=0).values["sum"]
 
 
 def known_record(size: int) -> Tensor:
-    """A vector of norm 1 with entries of all sizes, in float32."""
+    """Return a float32 vector of norm 1 with entries of all sizes."""
     entries: Tensor = torch.randn(size, generator=torch.Generator().manual_seed(1))
     return entries.div_(entries.norm())
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`score(release, record)` is high where the release looks as if it held the record."""
+    """An attack: `score(release, record)` is high if the release seems to contain the record."""
 
     name: str
     score: Callable[[Float[ndarray, " n"], Float[ndarray, " n"]], float]
 
-    def auc(self, mechanism: Mechanism, *, trials: int = 40, size: int = 1 << 16) -> float:
-        """How well the score tells releases with the record from releases without it."""
+    def auc(self, mechanism: NoiseMechanism, *, trials: int = 40, size: int = 1 << 16) -> float:
+        """Return the probability that the score ranks a release with the record above one without.
+
+        It is ½ for an attack that learns nothing.
+        """
         record = known_record(size)
         known = record.double().numpy()
         with_record, without = (
@@ -77,7 +80,7 @@ class Attack:
 
 
 def _pairs(noise: Float[ndarray, " n"]) -> tuple[ndarray, ndarray]:
-    """The two entries of each pair of Box and Muller, in the order in which torch draws them."""
+    """Return both entries of each Box-Muller pair, in the order in which torch draws them."""
     blocks = noise.reshape(-1, 2, 8)
     return blocks[:, 0].ravel(), blocks[:, 1].ravel()
 
@@ -96,14 +99,14 @@ def _on_angle_lattice(noise: Float[ndarray, " n"]) -> float:
 
 
 def _by_hypothesis(fits: Callable[[ndarray], float]) -> Callable[[ndarray, ndarray], float]:
-    """Is what is left noise, if the record is taken away, more than if it is not?"""
+    """Score how much more the release looks like noise once the record is subtracted."""
     return lambda seen, record: fits(seen - record) - fits(seen)
 
 
 def _low_bits(
     dtype: type[np.floating[Any]], bits: type[np.unsignedinteger[Any]]
 ) -> Callable[[ndarray, ndarray], float]:
-    """Small values that came from cancelling larger ones have lost the low bits of their type."""
+    """Score zeros in the low bits: small values that result from cancellation have lost them."""
 
     def score(seen: ndarray, record: ndarray) -> float:
         small = np.abs(seen[np.abs(seen) < np.abs(record) / 16]).astype(dtype)
@@ -121,7 +124,7 @@ ATTACKS = (RADIUS, ANGLE, LOW_BITS, LOW_BITS_64)
 
 @dataclass(frozen=True)
 class Radii:
-    """The pairs of many draws: the largest radius, and how many pairs were exactly (0, 0)."""
+    """Statistics of many Box-Muller pairs: the largest radius, and how many are exactly (0, 0)."""
 
     pairs: int
     largest: float
@@ -129,15 +132,15 @@ class Radii:
 
     @property
     def due_beyond(self) -> float:
-        """How many of as many ideal pairs have a radius above the largest seen."""
+        """The expected number of ideal pairs whose radius is above the largest one seen."""
         return self.pairs * float(np.exp(-(self.largest**2) / 2))
 
 
-def radii(mechanism: Mechanism, *, draws: int) -> Radii:
-    """Look at many draws of noise alone: where does the tail end, and is there an atom?
+def radii(mechanism: NoiseMechanism, *, draws: int) -> Radii:
+    """Draw much noise alone, to find where its tail ends and whether (0, 0) has an atom.
 
-    Float32 Box and Muller from 24 bits ends at √(2 log 2²⁴) = 5.768 and gives (0, 0) with
-    probability 2⁻²⁴, which no ideal Gaussian ever does.
+    Box-Muller from 24 bits ends at √(2 log 2²⁴) = 5.768 and returns (0, 0) with probability 2⁻²⁴,
+    which an ideal Gaussian never does.
     """
     largest, atoms, size = 0.0, 0, min(draws, 1 << 22)
     for trial in range(draws // size):

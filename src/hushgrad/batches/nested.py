@@ -14,12 +14,12 @@ _PLAIN = (tuple, list)
 
 
 def is_leaf(x: Any) -> bool:
-    """Is it a tensor or an array?"""
+    """Return whether `x` is a tensor or an array."""
     return isinstance(x, _LEAF)
 
 
 def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each part with how one gets to it; None of anything else."""
+    """Return the parts of a container, each with its accessor (`[0]`, `.x`); None for others."""
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -32,8 +32,8 @@ def parts_of(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def rebuilt(tree: Any, values: list[Any]) -> Any:
-    """A container of the same kind with other values in place of its parts."""
+def rebuild(tree: Any, values: list[Any]) -> Any:
+    """Return a container of the same type with other values as its parts."""
     if type(tree) in _PLAIN:
         return type(tree)(values)
     if isinstance(tree, Mapping):
@@ -56,11 +56,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     parts = parts_of(tree)
     if parts is None:
         return tree
-    return rebuilt(tree, [map_leaves(function, value) for _, value in parts])
+    return rebuild(tree, [map_leaves(function, value) for _, value in parts])
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The tensors and arrays of a nested structure, in order."""
+    """Return the tensors and arrays of a nested structure, in order."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

@@ -13,10 +13,11 @@ from hushgrad.batches.nested import leaves_of, map_leaves
 from hushgrad.types import Batch, Refused
 
 MULTIPLE = 8
-"""Batches are padded to a multiple of this many records, or of more where a model needs it.
+"""Batches are padded to a multiple of this many records, or to a larger one if a model needs it.
 
-Kernels change the order of their sums with the number of rows (1, 2-3, at least 4), and a record
-would then get other bits, and past a ReLU another gradient, when other records come or go.
+Kernels choose the order of their sums by the number of rows (1, 2-3, at least 4). Without padding,
+a record's rounding errors, and past a ReLU its gradient, would depend on how many other records
+are in the batch.
 """
 
 
@@ -26,8 +27,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     def apply(leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise Refused(
-                "expected tensors, got a NumPy array in the batch, whose records would not be told "
-                "apart; convert it with torch.from_numpy"
+                "expected a batch of tensors, got a NumPy array in it, which cannot be traced; "
+                "convert it with torch.from_numpy"
             )
         return function(leaf)
 
@@ -35,70 +36,70 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a nested structure, in order."""
+    """Return the tensors of a nested structure, in order."""
     if type(batch) is tuple and all(isinstance(x, Tensor) for x in batch):
         return list(batch)
     return leaves_of(map_tensors(lambda x: x, batch))
 
 
 def count(batch: Batch) -> int:
-    """The number of records: the first dimension of every tensor in the batch."""
+    """Return the number of records: the first dimension of every tensor in the batch."""
     found = tensors(batch)
     sizes = {x.shape[0] if x.dim() else None for x in found}
     if len(sizes) != 1 or None in sizes:
         raise Refused(
             "expected a batch of tensors that all have the records in their first dimension, got "
-            f"{_described(batch, sizes)}; "
+            f"{_describe(batch, sizes)}; "
             "move the records to the front and let the loss close over what they share"
         )
     return int(sizes.pop() or 0)
 
 
-def _described(batch: Batch, sizes: set[int | None]) -> str:
-    """What is wrong with a batch, without the number of its records, which is private."""
+def _describe(batch: Batch, sizes: set[int | None]) -> str:
+    """Describe what is wrong with a batch, without the number of records, which is private."""
     if not sizes:
         return f"no tensor in a {type(batch).__name__}"
     return "a tensor without dimensions" if None in sizes else "tensors of different lengths"
 
 
 def take(batch: Batch, index: Sequence[int] | ndarray) -> Batch:
-    """The records at these positions, in this order, repeats allowed."""
+    """Return the records at these positions, in this order; positions may repeat."""
     places = torch.as_tensor(index, dtype=torch.long)
     return map_tensors(lambda x: x[places.to(x.device)], batch)
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
-    """The records from `start` up to `stop`, without copying them."""
+    """Return the records from `start` up to `stop`, without copying them."""
     return map_tensors(lambda x: x[start:stop], batch)
 
 
-def laid_out(batch: Batch) -> Batch:
-    """The batch without its graph, in memory as its padded copy is.
+def lay_out(batch: Batch) -> Batch:
+    """Return the batch detached and contiguous, as a padded copy would be.
 
-    Kernels change their bits with the layout too, and only some batches need padding. Pictures may
-    have their channels last, which padding keeps.
+    Kernels round differently for different memory layouts, and only some batches are padded (and
+    so copied). Images may keep their channels last, because padding keeps that layout.
     """
-    return map_tensors(_laid_out, batch)
+    return map_tensors(_lay_out, batch)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def _lay_out(x: Tensor) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
     return x.detach() if last else x.detach().contiguous()
 
 
 def zeros_like(batch: Batch) -> Batch:
-    """Records of the batch's structure that are all zero."""
+    """Return a batch of the same structure whose records are all zero."""
     return map_tensors(lambda x: x.new_zeros(MULTIPLE, *x.shape[1:]), batch)
 
 
 def padded_size(size: int, multiple: int) -> int:
-    """The least multiple that has room for `size` records."""
+    """Return the least multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def pad(batch: Batch, size: int, padded: int) -> Batch:
-    """Fill up to `padded` records with copies of the first, which count for nothing."""
+    """Append copies of the first record, up to `padded` records; callers ignore the copies."""
     extra = padded - size
     if not extra:
         return batch
@@ -106,5 +107,5 @@ def pad(batch: Batch, size: int, padded: int) -> Batch:
 
 
 def shapes(batch: Batch) -> tuple[tuple[Any, ...], ...]:
-    """Each tensor's shape without the records, and its dtype."""
+    """Return each tensor's dtype and its shape without the record dimension."""
     return tuple((x.dtype, *x.shape[1:]) for x in tensors(batch))

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from hushgrad.audit.floating_point import (
     ATTACKS,
-    Mechanism,
+    NoiseMechanism,
     float32_noise,
     float64_noise,
+    hushgrad_noise,
     radii,
-    released,
 )
 
 audit = typer.Typer(no_args_is_help=True, help="Attack the library, and see what it gives away.")
@@ -24,10 +24,10 @@ audit = typer.Typer(no_args_is_help=True, help="Attack the library, and see what
 
 _Trials = typer.Option(min=2, max=10**5, help="releases of either kind, per attack")
 _Draws = typer.Option(min=16, max=2**30, help="numbers to look for the tail in")
-_MECHANISMS: dict[str, Mechanism] = {
+_MECHANISMS: dict[str, NoiseMechanism] = {
     "float32, torch.randn": float32_noise,
     "float64, no grid": float64_noise,
-    "hushgrad": released,
+    "hushgrad": hushgrad_noise,
 }
 
 

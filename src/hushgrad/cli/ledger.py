@@ -195,7 +195,7 @@ def _rule(
 
 def _terms_in_words(account: Account) -> str:
     budget = f"({account.epsilon:g}, {account.delta:g})-DP"
-    return f"{budget}, {account.relation.value}, filter {account.rule.spelled}"
+    return f"{budget}, {account.relation.value}, filter {account.rule.title}"
 
 
 def _sums(account: Account) -> Table:

@@ -53,7 +53,7 @@ def open_budget(ledger: Path | None, name: str | None, option: str) -> Iterator[
         return
     if not ledger.is_file():  # opening one would make it
         raise ValueError(
-            f"expected a ledger, got no file {ledger}; make one with hushgrad ledger set-budget"
+            f"expected a ledger, got no file at {ledger}; make one with hushgrad ledger set-budget"
         )
     with Ledger(ledger) as books:
         yield books.budget(name)

@@ -1,4 +1,4 @@
-"""How much of each record's gradient counts: rules, groups of parameters, and the bounded sum."""
+"""Clipping: rules that bound each record's gradient, groups of parameters, and the bounded sum."""
 
 from hushgrad.clipping.rules import (
     Adaptive,

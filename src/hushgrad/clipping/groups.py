@@ -1,4 +1,4 @@
-"""Groups of parameters that are clipped together: names in, a partition out."""
+"""Groups of parameters that are clipped together: a partition of the parameters' names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of parameter names: the groups' names, and each parameter's group."""
+    """A partition of parameter names into groups.
+
+    Args:
+        names: the groups' names.
+        of: the index of each parameter's group.
+    """
 
     names: tuple[str, ...]
     of: Mapping[str, int]
 
     @property
-    def together(self) -> dict[str, tuple[str, ...]]:
-        """The parameters that share each one's group, itself included, in their order."""
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """For each parameter, the names of all parameters in its group, itself included."""
         members: dict[int, tuple[str, ...]] = {}
         for name, group in self.of.items():
             members[group] = (*members.get(group, ()), name)
@@ -29,16 +34,16 @@ class Groups:
     def norms(
         self, sq_norms: Mapping[str, Float[Tensor, " batch"]]
     ) -> Float[Tensor, "batch group"]:
-        """Each record's norm in each group, from its squared norms in each parameter."""
+        """Return each record's norm in each group, given its squared norms in each parameter."""
         members: list[list[Tensor]] = [[] for _ in self.names]
         for name, square in sq_norms.items():
             members[self.of[name]].append(square)
-        # One after the other: `sum` changes its order, and a record's bits, with the batch.
+        # `cumsum` adds one by one. `sum` changes its order, and so its rounding, with the batch.
         squares = [torch.stack(group).cumsum(0)[-1] for group in members]
         return (torch.stack(squares, 1) if len(squares) > 1 else squares[0].unsqueeze(1)).sqrt()
 
     def spread(self, weights: Float[Tensor, "batch group"]) -> dict[str, Float[Tensor, " batch"]]:
-        """Give every parameter its group's weights."""
+        """Return, for every parameter, the weights of its group."""
         columns = weights.unbind(1)
         return {name: columns[group] for name, group in self.of.items()}
 
@@ -48,32 +53,62 @@ Grouping = Callable[[Sequence[str]], Groups]
 
 
 def whole(names: Sequence[str]) -> Groups:
-    """All parameters in one group ("flat" clipping)."""
+    """Put all parameters in one group ("flat" clipping), the default.
+
+    Args:
+        names: the parameters' names.
+
+    Example:
+        >>> whole(["fc.weight", "fc.bias"]).names
+        ('all',)
+    """
     return Groups(("all",), dict.fromkeys(names, 0))
 
 
 def per_parameter(names: Sequence[str]) -> Groups:
-    """Each parameter by itself."""
+    """Put each parameter in a group of its own.
+
+    Args:
+        names: the parameters' names.
+
+    Example:
+        >>> per_parameter(["fc.weight", "fc.bias"]).names
+        ('fc.weight', 'fc.bias')
+    """
     return Groups(tuple(names), {name: i for i, name in enumerate(names)})
 
 
 def per_layer(names: Sequence[str]) -> Groups:
-    """The parameters of one module (`layer.weight`, `layer.bias`) together.
+    """Put the parameters of each module (`layer.weight`, `layer.bias`) in one group.
 
-    >>> per_layer(["conv.weight", "conv.bias", "fc.weight"]).names
-    ('conv', 'fc')
+    Per-layer clipping needs less memory: each layer's gradients are clipped and summed during the
+    backward pass.
+
+    Args:
+        names: the parameters' names.
+
+    Example:
+        >>> per_layer(["conv.weight", "conv.bias", "fc.weight"]).names
+        ('conv', 'fc')
+
+    Reference: He et al. 2023, Exploring the Limits of DP Learning with Group-wise Clipping.
     """
     layers = {name: name.rpartition(".")[0] or name for name in names}
     return _partition(layers, tuple(dict.fromkeys(layers.values())))
 
 
 def blocks(patterns: Mapping[str, str | Sequence[str]]) -> Grouping:
-    """Groups by shell patterns, the first that matches, in the order in which they are written.
+    """Return a grouping by shell patterns; a parameter goes to the first group that matches.
 
-    Every parameter must match a pattern, and every pattern a parameter.
+    Args:
+        patterns: for each group's name, one pattern or several.
 
-    >>> blocks({"trunk": "conv*", "head": ["fc.*"]})(["conv.weight", "fc.bias"]).names
-    ('trunk', 'head')
+    Raises:
+        ValueError: (from the grouping) for a parameter without a pattern, or the reverse.
+
+    Example:
+        >>> blocks({"trunk": "conv*", "head": ["fc.*"]})(["conv.weight", "fc.bias"]).names
+        ('trunk', 'head')
     """
     globs = {label: [p] if isinstance(p, str) else list(p) for label, p in patterns.items()}
 

@@ -1,8 +1,9 @@
-"""Pieces of a batch: where each record's draw puts it, so that leaving one out moves no other.
+"""Pieces of a large batch: each record draws its piece, so that removing one moves no other.
 
-A sum over records rounds by all of its records. Cut by place, a large batch would be cut otherwise
-once a record is left out, and every sum would round anew. So each record of a large batch draws its
-piece from the run's key, and one record is part of one sum. docs/rounding.md has the proof.
+The rounding error of a float32 sum depends on all of its records. If a large batch were cut by
+position, removing one record would shift all later ones, and every sum would round differently. So
+each record draws its piece from the run's key, and one record affects the rounding of one sum only.
+docs/rounding.md has the proof.
 """
 
 from __future__ import annotations
@@ -18,60 +19,60 @@ from hushgrad.rng import Rng
 from hushgrad.types import Refused
 
 PiecePlaces = Int64[ndarray, "_"]
-"""Places in a batch, ascending."""
+"""Positions in a batch, ascending."""
 
 LARGEST_PIECE = 1024
-"""The most records, on average, that one piece holds.
+"""The largest expected number of records in a piece.
 
-With more, float32 could add up only a few rows at a time to keep within the error of a piece.
+In a larger piece, float32 could only add a few rows at a time within the error of a piece.
 """
 
 _MOST_ADDITIONS = 2**38
-"""Records times sums that are added up: of so many the proof covers the rounding in float64."""
+"""The largest product of records and partial sums for which the proof covers float64 rounding."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How many pieces there are, a public number, and the key by which records are dealt to them.
+    """A public number of pieces, and the key by which records are assigned to them.
 
     >>> pieces = Pieces(3, Rng.fixed(0))
-    >>> [places.tolist() for places in pieces.dealt(5)]
+    >>> [places.tolist() for places in pieces.places(5)]
     [[0, 2, 4], [3], [1]]
     """
 
     count: int
     rng: Rng
 
-    def dealt(self, records: int) -> list[PiecePlaces]:
-        """The places of each piece's records, in ascending order.
+    def places(self, records: int) -> list[PiecePlaces]:
+        """Return the positions of each piece's records, in ascending order.
 
-        Guarantees: every record draws its piece by itself, each piece with the same probability up
-        to 2⁻⁴⁰.
+        Guarantees: each record draws its piece independently, and each piece has the same
+        probability up to 2⁻⁴⁰.
         """
         drawn = (self.rng.words(records) % np.uint64(self.count)).astype(np.int64)
         order = np.argsort(drawn, kind="stable")
         return np.split(order, np.searchsorted(drawn[order], np.arange(1, self.count)))
 
     def require_few_sums(self, micro_batch: int) -> None:
-        """Refuse a batch of which too many sums would be added up."""
+        """Refuse a batch whose pieces and micro-batches give too many partial sums to add."""
         records = self.count * LARGEST_PIECE
         sums = max(self.count, records // micro_batch)
         if records * sums > _MOST_ADDITIONS:
             raise Refused(
-                f"expected batches that are added up from fewer sums, got {sums} of about "
-                f"{micro_batch} records, whose rounding is not proved to be small; sample smaller "
+                f"expected batches that are added up from fewer sums, got {sums} sums of about "
+                f"{micro_batch} records, for which no rounding bound is proved; sample smaller "
                 "batches, or pass a larger micro_batch"
             )
 
 
 def pieces_for(expected_batch: float, rng: Rng) -> Pieces | None:
-    """The pieces of a batch of this public expected size; None for a batch in one piece."""
+    """Return the pieces of a batch of this public expected size; None if one piece suffices."""
     count = _count(expected_batch)
     return Pieces(count, rng) if count > 1 else None
 
 
 def piece_size(expected_batch: float) -> float:
-    """How many records a piece of such a batch has on average."""
+    """Return the expected number of records in a piece."""
     return expected_batch / _count(expected_batch)
 
 

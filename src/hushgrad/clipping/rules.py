@@ -1,9 +1,10 @@
-"""Clipping rules: one record's norms in, its weights out, and the bound they keep.
+"""Clipping rules: functions from one record's gradient norms to its weights, with a bound.
 
-A rule is a function of one record's group norms. The library maps it over the batch, so that it
-cannot look at the other records, and clamps what comes back to the bound that the rule states.
+A rule is a function of one record's group norms. The library applies it to each record separately,
+so that it cannot look at other records in the batch, and clamps its weights to the bound that the
+rule states.
 
-Reference: Bu et al., Automatic Clipping, section 3 and table of clipping functions.
+Reference: Bu et al. 2023, Automatic Clipping, section 3 and the table of clipping functions.
 """
 
 from __future__ import annotations
@@ -17,61 +18,75 @@ from jaxtyping import Float
 from torch import Tensor
 
 LARGEST_NORM = 2.0**100
-"""A record whose norm is above this counts as not finite and contributes nothing."""
+"""A record with a larger norm is treated as not finite and contributes nothing."""
 
 SMALLEST_NORM = 2.0**-100
-"""A weight that could bring a gradient below this up to its bound is 0: no digits are left."""
+"""A weight that would scale a gradient from below this norm to the bound is 0: it has no digits."""
 
 LARGEST_WEIGHT = 2.0**120
-"""A weight above this would not be a float32; it is 0."""
+"""A larger weight becomes 0, because it would overflow float32."""
 
 ClipNorm = float | Sequence[float]
 Weigh = Callable[[Tensor, Tensor], Tensor]
-"""One record's group norms and the groups' clipping norms, to one weight for each group."""
+"""Maps one record's group norms and the groups' clipping norms to one weight for each group."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A clipping rule.
+    """A clipping rule; `abadi`, `automatic`, … make the usual ones, and `custom` your own.
 
-    Guarantees: with `weights` a record's contribution has Euclidean norm at most `bound`,
-    whatever `weigh` returns, provided that the norms given are not below the true ones.
+    Guarantees: weighted by `weights`, a record's gradient has Euclidean norm at most `bound`,
+    whatever `weigh` returns, provided that the norms are upper bounds on the true ones.
+
+    Args:
+        name: how guarantees and reports name it.
+        weigh: maps one record's group norms, and the groups' clipping norms, to weights.
+        clip_norm: R, one number or one for each group.
+        keeps: maps the groups' clipping norms to the bounds that the rule keeps.
+        mapped: whether to apply `weigh` record by record; False only for the library's own rules.
+
+    Example:
+        >>> clip = abadi(1.0)
+        >>> clip.weights(torch.tensor([[0.5], [2.0]])).flatten()
+        tensor([1.0000, 0.5000], dtype=torch.float64)
+        >>> clip.bound(1)
+        1.0
     """
 
     name: str
     weigh: Weigh
     clip_norm: ClipNorm
     keeps: Callable[[list[float]], list[float]] = lambda clip_norms: clip_norms
-    mapped: bool = True  # False only for the rules below: each row and group is taken by itself
+    mapped: bool = True  # the rules below are False: they are elementwise already
 
     def clip_norms(self, groups: int) -> list[float]:
-        """R for each group: a number R is shared out as R/√L, a sequence is taken as it is."""
+        """Return R for each of L groups: a number R becomes R/√L each, a sequence is used as is."""
         if isinstance(self.clip_norm, int | float):
             return [self.clip_norm / math.sqrt(groups)] * groups
         if len(self.clip_norm) != groups:
             raise ValueError(
                 f"expected a clipping norm for each of the {groups} groups, got "
-                f"{len(self.clip_norm)}; pass one number to share it out evenly"
+                f"{len(self.clip_norm)}; pass one number to split it evenly"
             )
         return list(self.clip_norm)
 
     def bound(self, groups: int) -> float:
-        """The largest norm that one record's contribution can have."""
+        """Return the largest norm that one record's weighted gradient can have."""
         return math.hypot(*self.keeps(self.clip_norms(groups)))
 
     def weights(self, norms: Float[Tensor, "batch group"]) -> Float[Tensor, "batch group"]:
-        """One weight for each record and group, in float64."""
+        """Return one weight for each record and group, in float64."""
         norms = norms.double()
         groups = norms.shape[1]
         clip_norms = torch.tensor(self.clip_norms(groups), dtype=norms.dtype, device=norms.device)
         usable = norms <= LARGEST_NORM  # nan is not
         usable = usable if groups == 1 else usable.all(1, keepdim=True)
         if self.mapped:
-            # A user's rule gets copies: the clamp below must not read what a rule has written.
-            weights = _mapped(self.weigh, torch.where(usable, norms, 1.0), clip_norms)
+            # A user's rule gets copies: it could write to its input, which the clamp below reads.
+            weights = _map_records(self.weigh, torch.where(usable, norms, 1.0), clip_norms)
             weights = torch.nan_to_num(weights.detach(), 0.0, 0.0, 0.0)
         else:
-            weights = self.weigh(norms, clip_norms)  # nan only where a norm is not usable
+            weights = self.weigh(norms, clip_norms)  # NaN only where a norm is not usable
         bound = self.bound(groups)
         size = torch.linalg.vector_norm(weights * norms, dim=1, keepdim=True)
         weights = weights / (size / bound).clamp(min=1.0)
@@ -81,18 +96,18 @@ class Clip:
     def group_weights(
         self, norms: Float[Tensor, " batch"], *, group: int, groups: int
     ) -> Float[Tensor, " batch"]:
-        """The weights of one group, for a rule that takes each by itself."""
+        """Return the weights of one group, for a rule that treats groups separately."""
         assert not self.mapped
         alone = norms.new_zeros(len(norms), groups)
         alone[:, group] = norms
         return self.weights(alone)[:, group]
 
     def at(self, clip_norm: ClipNorm) -> Clip:
-        """The rule of a later step: this one, which follows nothing."""
+        """Return the rule at the clipping norm of a later step: this one, as it does not adapt."""
         return self
 
-    def moved(self, clip: Clip, clipped: float) -> Clip:
-        """The rule of the next step: this one."""
+    def next_rule(self, clip: Clip, clipped: float) -> Clip:
+        """Return the rule of the next step: this one, as it does not adapt."""
         return self
 
     def __repr__(self) -> str:
@@ -103,12 +118,28 @@ class Clip:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Clip at a quantile of the gradients' norms, which is followed from step to step.
+    """Adaptive clipping: the clipping norm follows a quantile of the gradients' norms.
 
-    The share of clipped records is released in the same event as the gradient, as a metric, and
-    moves the norm: `C·exp(−η(share below C − quantile))`. Only released values move it.
+    After each step the norm C becomes `C·exp(−η(share below C − quantile))`. The share is released
+    with noise, as a metric in the same event as the gradient, so that adapting costs no further
+    privacy.
 
-    Reference: Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, η = 0.2.
+    Args:
+        quantile: the share of records that should not be clipped.
+        clip_norm: C of the first step.
+        rate: η, how fast C follows the quantile.
+        rule: makes the rule at a given C.
+
+    Raises:
+        ValueError: if the quantile is not between 0 and 1, or a number is not positive.
+
+    Example:
+        >>> adaptive = Adaptive(quantile=0.5)
+        >>> adaptive.next_rule(adaptive.at(1.0), clipped=0.9)  # too many were clipped: C grows
+        abadi(clip_norm=1.0832870676749586)
+
+    Reference: Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping,
+    Algorithm 1, with η = 0.2.
     """
 
     quantile: float = 0.5
@@ -125,12 +156,12 @@ class Adaptive:
             )
 
     def at(self, clip_norm: ClipNorm) -> Clip:
-        """The rule at the norm of one step."""
+        """Return the rule at this clipping norm."""
         assert isinstance(clip_norm, int | float)
         return self.rule(clip_norm)
 
-    def moved(self, clip: Clip, clipped: float) -> Clip:
-        """The rule of the next step, from that of this step and its released share of clipped."""
+    def next_rule(self, clip: Clip, clipped: float) -> Clip:
+        """Return the next step's rule, given this step's rule and the released share of clipped."""
         assert isinstance(clip.clip_norm, int | float)
         below = min(max(1 - clipped, 0.0), 1.0)
         moved = clip.clip_norm * math.exp(-self.rate * (below - self.quantile))
@@ -140,11 +171,11 @@ class Adaptive:
         return f"adaptive(quantile={self.quantile}, from {self.rule(self.clip_norm)!r})"
 
 
-_FARTHEST = 2.0**20  # noise alone must not carry the norm out of what float32 can hold
+_FARTHEST = 2.0**20  # C stays within this factor of its start, so that noise cannot overflow it
 
 
-def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
-    """Apply `weigh` to each record's norms by themselves."""
+def _map_records(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
+    """Apply `weigh` to each record's norms separately."""
     if len(norms) == 0:
         return norms
     try:
@@ -160,15 +191,44 @@ def _mapped(weigh: Weigh, norms: Tensor, clip_norms: Tensor) -> Tensor:
 
 
 def abadi(clip_norm: ClipNorm = 1.0) -> Clip:
-    """Shorten a gradient to norm R, `min(1, R/|g|)`; a shorter one stays (Abadi et al. 2016)."""
+    """Return Abadi's clipping: weight `min(1, R/|g|)`, which shortens gradients above norm R.
+
+    Guarantees: a contribution has norm at most R. Gradients of norm up to R stay unchanged.
+
+    Args:
+        clip_norm: R, one number for all groups together or one for each group.
+
+    Raises:
+        ValueError: if R is not positive and finite.
+
+    Example:
+        >>> abadi(1.0).weights(torch.tensor([[4.0]]))
+        tensor([[0.2500]], dtype=torch.float64)
+
+    Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
+    """
     _require_positive(clip_norm)
     return Clip("abadi", lambda n, r: torch.clamp(r / n, max=1.0), clip_norm, mapped=False)
 
 
 def automatic(gamma: float = 0.01, clip_norm: ClipNorm = 1.0) -> Clip:
-    """AUTO-S, `R/(|g| + γ)`: nothing to tune, and small gradients stay distinguishable.
+    """Return automatic clipping (AUTO-S): weight `R/(|g| + γ)`, which needs no tuning of R.
 
-    Reference: Automatic Clipping, eq. (4.1), γ = 0.01; DP-NSGD with r = γ at R = 1.
+    R only rescales the learning rate. Small gradients stay smaller than large ones, unlike under
+    `normalize`.
+
+    Args:
+        gamma: γ, which keeps the weights of small gradients bounded.
+        clip_norm: R.
+
+    Raises:
+        ValueError: if γ or R is not positive and finite.
+
+    Example:
+        >>> automatic().weights(torch.tensor([[1.99]]))
+        tensor([[0.5000]], dtype=torch.float64)
+
+    Reference: Bu et al. 2023, Automatic Clipping, eq. (4.1), γ = 0.01; DP-NSGD with r = γ at R = 1.
     """
     _require_positive(clip_norm)
     _require_positive(gamma, "gamma")
@@ -177,21 +237,61 @@ def automatic(gamma: float = 0.01, clip_norm: ClipNorm = 1.0) -> Clip:
 
 
 def normalize(clip_norm: ClipNorm = 1.0) -> Clip:
-    """AUTO-V, `R/|g|`: every gradient gets norm R; a zero gradient stays zero."""
+    """Return normalisation (AUTO-V): weight `R/|g|`, so that every gradient gets norm R.
+
+    A zero gradient stays zero.
+
+    Args:
+        clip_norm: R.
+
+    Raises:
+        ValueError: if R is not positive and finite.
+
+    Example:
+        >>> normalize(1.0).weights(torch.tensor([[0.5], [2.0]])).flatten()
+        tensor([2.0000, 0.5000], dtype=torch.float64)
+
+    Reference: Bu et al. 2023, Automatic Clipping, section 3.
+    """
     _require_positive(clip_norm)
     return Clip("normalize", lambda n, r: torch.where(n > 0, r / n, 0.0), clip_norm, mapped=False)
 
 
 def discard(clip_norm: ClipNorm = 1.0) -> Clip:
-    """Global clipping, `1[|g| < R]`: keep a gradient as it is or leave it out."""
+    """Return global clipping: weight `1[|g| < R]`, which keeps a gradient or drops it.
+
+    Args:
+        clip_norm: R.
+
+    Raises:
+        ValueError: if R is not positive and finite.
+
+    Example:
+        >>> discard(1.0).weights(torch.tensor([[0.5], [2.0]])).flatten()
+        tensor([1., 0.], dtype=torch.float64)
+
+    Reference: Bu et al. 2021, On the Convergence and Calibration of Deep Learning with DP.
+    """
     _require_positive(clip_norm)
     return Clip("discard", lambda n, r: (n < r).to(n.dtype), clip_norm, mapped=False)
 
 
 def reparameterized(clip_norm: ClipNorm = 1.0) -> Clip:
-    """`min(1/R, 1/|g|)`: Abadi's rule divided by R, so that the bound is 1 and not R.
+    """Return Abadi's rule divided by R: weight `min(1/R, 1/|g|)`, with the bound 1 instead of R.
 
-    With L groups each keeps the bound 1/√L, whatever its R.
+    Changing R then does not change the noise. With L groups each keeps the bound 1/√L.
+
+    Args:
+        clip_norm: R.
+
+    Raises:
+        ValueError: if R is not positive and finite.
+
+    Example:
+        >>> reparameterized(4.0).bound(1)
+        1.0
+
+    Reference: De et al. 2022, Unlocking High-Accuracy DP Image Classification.
     """
     _require_positive(clip_norm)
 
@@ -206,10 +306,23 @@ def reparameterized(clip_norm: ClipNorm = 1.0) -> Clip:
 
 
 def custom(weigh: Callable[[Tensor], Tensor], *, bound: float, name: str = "custom") -> Clip:
-    """Any function of one record's group norms, and the bound that it promises to keep.
+    """Return a rule of your own: a function of one record's group norms, and the bound it keeps.
 
-    The weights are clamped to the bound and nan counts as 0, so a broken promise costs utility
-    and never privacy. `hushgrad.testing.check_clip_rule` tells whether the promise holds.
+    Guarantees: the weights are clamped to the bound, and NaN becomes 0. A function that exceeds
+    its bound costs utility, never privacy; `hushgrad.testing.check_clip_rule` finds out.
+
+    Args:
+        weigh: maps one record's norms, one per group, to its weights.
+        bound: the largest norm of a weighted gradient.
+        name: how guarantees and reports name the rule.
+
+    Raises:
+        ValueError: if the bound is not positive and finite.
+
+    Example:
+        >>> clip = custom(lambda norms: 1 / (1 + norms), bound=1.0)
+        >>> clip.weights(torch.tensor([[1.0]]))
+        tensor([[0.5000]], dtype=torch.float64)
     """
     _require_positive(bound, "bound")
     return Clip(name, lambda norms, _: weigh(norms), bound)

@@ -1,7 +1,8 @@
 """Public data sets, read from the files in which they are published.
 
-A loader takes the folder of the data sets, or finds it in the environment as `HUSHGRAD_DATA`. It
-verifies each file before it parses it, and prepares records by public constants alone.
+A loader takes the folder of the data sets, or reads its name from the environment variable
+`HUSHGRAD_DATA`. It verifies each file's SHA-256 before parsing it, and prepares records with public
+constants only, so that preparation costs no privacy.
 
 >>> split = digits()
 >>> split.train[0].shape, split.preparation
@@ -30,7 +31,7 @@ CLASSIFIED: dict[str, Callable[..., Split[Any]]] = {
 """The data sets of numbers with a class for each record: those that `hushgrad train NAME` knows."""
 
 DATASETS: dict[str, Callable[..., Split[Any]]] = CLASSIFIED | {"e2e": e2e, "sst2": sst2}
-"""The loaders by the names of their folders; each takes the folder of the data sets, or None."""
+"""The loaders, by the name of the data set; each takes the folder of the data sets, or None."""
 
 __all__ = [
     "CLASSIFIED",

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hushgrad.data.files import Published
+from hushgrad.data.files import PublishedFiles
 from hushgrad.data.images import Images, unit_pixels
 from hushgrad.data.split import Split
 
-CIFAR10 = Published(
+CIFAR10 = PublishedFiles(
     name="CIFAR-10",
     folder="cifar10/cifar-10-batches-bin",
     source="https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -31,16 +31,30 @@ CLASSES = (
 )
 SHAPE = (3, 32, 32)
 RECORD = 1 + 3 * 32 * 32
-"""Bytes of a record: its class, then the red, the green and the blue pixels, row by row."""
+"""Bytes in a record: its class, then its red, green and blue pixels, row by row."""
 
 
 def cifar10(root: Path | None = None) -> Split[Images]:
-    """CIFAR-10: 50 000 and 10 000 colour images of 32 × 32 pixels, ten classes."""
+    """Load CIFAR-10: 50 000 and 10 000 colour images of 32 × 32 pixels, in ten classes.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> split = cifar10()  # doctest: +SKIP
+        >>> split.train[0].shape  # doctest: +SKIP
+        torch.Size([50000, 3, 32, 32])
+
+    Reference: Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images.
+    """
     return from_binary(CIFAR10, root=root)
 
 
-def from_binary(files: Published, *, root: Path | None) -> Split[Images]:
-    """A data set in files of CIFAR-10's binary records; the file `test_batch.bin` is for tests."""
+def from_binary(files: PublishedFiles, *, root: Path | None) -> Split[Images]:
+    """Load a data set in CIFAR-10's binary format; `test_batch.bin` has the test records."""
     train = [file for file in files.sha256 if file != "test_batch.bin"]
     return Split(
         name=files.name,
@@ -52,12 +66,12 @@ def from_binary(files: Published, *, root: Path | None) -> Split[Images]:
     )
 
 
-def _content(files: Published, file: str, root: Path | None) -> bytes:
+def _content(files: PublishedFiles, file: str, root: Path | None) -> bytes:
     content = files.read(file, root=root)
     if len(content) % RECORD:
         raise ValueError(
             f"expected records of {RECORD} bytes in {file}, got {len(content) % RECORD} bytes at "
-            f"its end; get it again from {files.source}"
+            f"its end; download it again from {files.source}"
         )
     return content
 

@@ -1,4 +1,4 @@
-"""The standard files of a data set: where they are, and whether they are the published ones."""
+"""The files of a data set: where they are, and whether they are the published ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VARIABLE = "HUSHGRAD_DATA"
 
 
 @dataclass(frozen=True)
-class Published:
-    """The files of a data set: their folder below the root, their public home, their SHA-256."""
+class PublishedFiles:
+    """The published files of a data set: their folder, their source and their SHA-256."""
 
     name: str
     folder: str
@@ -23,53 +23,54 @@ class Published:
     sha256: Mapping[str, str]
 
     def path(self, file: str, *, root: Path | None) -> Path:
-        """Where a file is expected."""
+        """Return where a file is expected."""
         return data_root(root) / self.folder / file
 
     def read(self, file: str, *, root: Path | None) -> bytes:
-        """The bytes of a file.
+        """Return the bytes of a file.
 
-        Guarantees: their SHA-256 is the one published, and they are in memory: what is verified is
-        what is parsed.
+        Guarantees: their SHA-256 is the published one. They are read once, so the bytes that are
+        parsed are the bytes that were verified.
         """
         path = self.path(file, root=root)
-        return self.verified(file, self.stored(path), path=path)
+        return self.verify(file, self.read_unverified(path), path=path)
 
-    def stored(self, path: Path) -> bytes:
-        """The bytes that are at `path`, not verified."""
+    def read_unverified(self, path: Path) -> bytes:
+        """Return the bytes of the file at `path`, without verifying them."""
         try:
             return path.read_bytes()
         except OSError as e:
             raise ValueError(
-                f"expected a file of {self.name} at {path}, got: {e.strerror}; get it from "
+                f"expected a file of {self.name} at {path}, got: {e.strerror}; download it from "
                 f"{self.source}"
             ) from None
 
-    def verified(self, file: str, content: bytes, *, path: Path) -> bytes:
-        """`content`, which came from `path`, refused unless its SHA-256 is that of `file`."""
+    def verify(self, file: str, content: bytes, *, path: Path) -> bytes:
+        """Return `content`, read from `path`; raise unless its SHA-256 is that of `file`."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256[file]:
             raise ValueError(
-                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}; it is damaged or "
-                f"another version: get it again from {self.source}"
+                f"expected SHA-256 {self.sha256[file]} for {path}, got {found}: the file is "
+                f"damaged or another version; download it again from {self.source}"
             )
         return content
 
 
-def decompressed(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
-    """Decompress a file, and name it where that fails."""
+def decompress(content: bytes, by: Callable[[bytes], bytes], *, file: str) -> bytes:
+    """Decompress a file; an error names the file."""
     try:
         return by(content)
     except (EOFError, OSError, ValueError, zlib.error) as e:
-        raise ValueError(f"expected {file} to decompress, got: {e}; get it again") from None
+        raise ValueError(f"expected {file} to decompress, got: {e}; download it again") from None
 
 
 def data_root(root: Path | None) -> Path:
-    """The folder of the data sets: the one given, else the one that HUSHGRAD_DATA names."""
+    """Return the folder of the data sets: `root`, or else the one that HUSHGRAD_DATA names."""
     if root is not None:
         return root
     if named := os.environ.get(VARIABLE):
         return Path(named)
     raise ValueError(
-        f"expected the folder of the data sets, got none; pass it (--data DIR), or set {VARIABLE}"
+        "expected the folder of the data sets, got none; pass it as root (--data DIR on the "
+        f"command line), or set the environment variable {VARIABLE}"
     )

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hushgrad.data.files import Published, decompressed
+from hushgrad.data.files import PublishedFiles, decompress
 from hushgrad.data.images import Images, unit_pixels
 from hushgrad.data.split import Split
 
-MNIST = Published(
+MNIST = PublishedFiles(
     name="MNIST",
     folder="mnist",
     source="http://yann.lecun.com/exdb/mnist/",
@@ -33,7 +33,7 @@ MNIST = Published(
     },
 )
 
-FASHION_MNIST = Published(
+FASHION_MNIST = PublishedFiles(
     name="Fashion-MNIST",
     folder="fashion-mnist",
     source="https://github.com/zalandoresearch/fashion-mnist",
@@ -62,23 +62,52 @@ CLOTHES = (
 
 
 def mnist(root: Path | None = None) -> Split[Images]:
-    """MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten digits."""
+    """Load MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten digits.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> split = mnist()  # doctest: +SKIP
+        >>> split.train[0].shape  # doctest: +SKIP
+        torch.Size([60000, 1, 28, 28])
+
+    Reference: LeCun et al. 1998, Gradient-based Learning Applied to Document Recognition.
+    """
     return from_idx(MNIST, DIGITS, root=root)
 
 
 def fashion_mnist(root: Path | None = None) -> Split[Images]:
-    """Fashion-MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten kinds of clothes."""
+    """Load Fashion-MNIST: 60 000 and 10 000 grey images of 28 × 28 pixels, ten kinds of clothes.
+
+    Args:
+        root: the folder of the data sets; if None, the one that `HUSHGRAD_DATA` names.
+
+    Raises:
+        ValueError: if a file is missing, or is not the published one.
+
+    Example:
+        >>> fashion_mnist().classes[9]  # doctest: +SKIP
+        'Ankle boot'
+
+    Reference: Xiao, Rasul and Vollgraf 2017, Fashion-MNIST.
+    """
     return from_idx(FASHION_MNIST, CLOTHES, root=root)
 
 
-def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -> Split[Images]:
-    """A data set in the four files that MNIST has."""
+def from_idx(
+    files: PublishedFiles, classes: tuple[str, ...], *, root: Path | None
+) -> Split[Images]:
+    """Load a data set whose four files are in MNIST's format."""
 
     def part(prefix: str) -> Images:
         images_file = f"{prefix}-images-idx3-ubyte.gz"
         labels_file = f"{prefix}-labels-idx1-ubyte.gz"
-        pixels = parsed_idx(files.read(images_file, root=root), file=images_file, dimensions=3)
-        labels = parsed_idx(files.read(labels_file, root=root), file=labels_file, dimensions=1)
+        pixels = parse_idx(files.read(images_file, root=root), file=images_file, dimensions=3)
+        labels = parse_idx(files.read(labels_file, root=root), file=labels_file, dimensions=1)
         if len(pixels) != len(labels):
             raise ValueError(
                 f"expected a label for each of the {len(pixels)} images of {images_file}, got "
@@ -96,20 +125,20 @@ def from_idx(files: Published, classes: tuple[str, ...], *, root: Path | None) -
     )
 
 
-def parsed_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
-    """The array in a compressed IDX file: 0, 0, the type 8, the dimensions, their sizes, bytes."""
-    raw = decompressed(content, gzip.decompress, file=file)
+def parse_idx(content: bytes, *, file: str, dimensions: int) -> NDArray[np.uint8]:
+    """Return the array in a compressed IDX file: 0, 0, type 8, dimensions, their sizes, bytes."""
+    raw = decompress(content, gzip.decompress, file=file)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(
             f"expected {file} to start with 0 0 8 {dimensions} and {dimensions} sizes, got "
-            f"{raw[:4].hex(' ') or 'nothing'}; get it again"
+            f"{raw[:4].hex(' ') or 'nothing'}; download it again"
         )
     shape = [int.from_bytes(raw[4 * i : 4 * i + 4], "big") for i in range(1, dimensions + 1)]
     values = np.frombuffer(raw, np.uint8)[header:]
     if values.size != np.prod(shape):
         raise ValueError(
-            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; get "
-            "it again"
+            f"expected {np.prod(shape)} bytes after the header of {file}, got {values.size}; "
+            "download it again"
         )
     return values.reshape(shape)

@@ -1,4 +1,4 @@
-"""What the loaders of images share."""
+"""What the image loaders share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Images = tuple[Float32[Tensor, "record channel height width"], Int64[Tensor, " record"]]
-"""Pixels from 0 to 1, and the class of each image."""
+"""Pixels in [0, 1], and the class of each image."""
 
 
 def unit_pixels(
     pixels: NDArray[np.uint8],
 ) -> Float32[Tensor, "record channel height width"]:
-    """Bytes as float32 from 0 to 1."""
+    """Convert bytes to float32 in [0, 1]."""
     return torch.from_numpy(pixels.astype(np.float32)).div_(255)

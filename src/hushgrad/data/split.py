@@ -1,4 +1,4 @@
-"""What a loader returns: the records to train on, those to test on, and how they were prepared."""
+"""What a loader returns: training records, test records, and how they were prepared."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ SplitPart = TypeVar("SplitPart")
 class Split(Generic[SplitPart]):
     """A public data set in its standard split.
 
-    `train` plays the private records; `test` and `validation`, where there is one, are public.
-    `source` is its public home. `preparation` says what was done to a record, by public constants
-    alone: no record depends on another. `classes` names the labels 0, 1, …, if there are labels.
+    Guarantees: each record was prepared on its own, with public constants only.
+
+    Args:
+        name: the data set's name.
+        source: where it is published.
+        train: the training records, which experiments treat as private.
+        test: the test records, which are public.
+        preparation: what was done to a record, in words.
+        classes: the names of the labels 0, 1, …, if there are labels.
+        validation: public validation records, if the standard split has them.
+
+    Example:
+        >>> from hushgrad.data import digits
+        >>> split = digits()
+        >>> split.name, split.classes[:3]
+        ('digits', ('0', '1', '2'))
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Generalised linear models: closed-form per-sample norms, and what clipping does to them.
 
 `estimators` has scikit-learn estimators, which is all that most users need. Below them are `losses`
-of a linear score; `rows` and `gradients`, per-sample gradients without autograd, which fill the
-same narrow waist as those of any other model; `descent` and `perturbation`, the algorithms; and
-`huberised`, the loss that clipped gradients really descend.
+of a linear score; `rows` and `gradients`, per-sample gradients in closed form, with the same
+interface as those of any other model; `descent` and `perturbation`, the algorithms; and
+`huberised`, the loss that clipped gradient descent really minimises.
 """
 
 from hushgrad.glm.estimators import (

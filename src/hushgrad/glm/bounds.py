@@ -1,12 +1,12 @@
-"""What the theorems on clipped DP-GD promise, as numbers that a run can be held to.
+"""The bounds that theorems on clipped DP-GD prove, as numbers to compare runs with.
 
-Everything is for T full-batch steps θ − η(ḡ + noise) from θ_0 with ḡ the mean of gradients of norm
-at most L (`clip_norm`), divided by a public number of records n. `noise` is the standard deviation
-of the noise in each entry of the mean. `rank` is that of the features for a linear model that is
-not projected; with a projection it is the number of parameters. The risk is that of the clipped
-objective, which is the original one where L bounds all gradients.
+All functions are about T full-batch steps θ − η(ḡ + noise) from θ_0, where ḡ is the mean of
+gradients of norm at most L (`clip_norm`), divided by a public number of records n. `noise` is the
+standard deviation of the noise in each entry of the mean. `rank` is the rank of the features for a
+linear model without projection, and the number of parameters with one. The risk is that of the
+clipped objective, which equals the original one if L bounds all gradients.
 
-Where the printed forms leave out constants or terms, the ones that the proofs give stand here.
+If a printed theorem omits constants or terms, the functions use those that its proof gives.
 
 Reference: clipped DP-GD, Theorems 2.3, 4.1 and 4.2, and Corollary D.3.
 """
@@ -21,9 +21,9 @@ from hushgrad.accounting.closed_forms import gradient_descent_noise_multiplier
 def central_noise(
     *, clip_norm: float, records: int, epsilon: float, delta: float, steps: int
 ) -> float:
-    """σ of Theorem 2.2, L√(2T log 1/δ)/(nε), for adding or removing a record.
+    """Return σ of Theorem 2.2, L√(2T log 1/δ)/(nε), for adding or removing a record.
 
-    It holds for a public n, and is refused at an ε where it does not suffice.
+    It holds for a public n. It raises `Refused` at an ε where the noise does not suffice.
     """
     multiplier = gradient_descent_noise_multiplier(epsilon, delta=delta, steps=steps)
     return multiplier * clip_norm / records
@@ -32,17 +32,17 @@ def central_noise(
 def local_noise(
     *, clip_norm: float, records: int, epsilon: float, delta: float, steps: int
 ) -> float:
-    """The noise in the mean when each of n records is noised at its source.
+    """Return the noise in the mean under local DP, when each of n records is noised at its source.
 
-    Local privacy compares any two records, so each one's noise is that of a sensitivity of 2L;
-    Theorem D.2 prints L, which gives 1.63 for a claimed ε of 1.
+    Local DP compares any two records, so the sensitivity is 2L. Theorem D.2 prints L, which gives
+    an ε of 1.63 where 1 is claimed.
     """
     multiplier = gradient_descent_noise_multiplier(epsilon, delta=delta, steps=steps)
     return 2 * multiplier * clip_norm / math.sqrt(records)
 
 
 def best_rate(*, distance: float, clip_norm: float, rank: int, noise: float, steps: int) -> float:
-    """The η for which `average_risk` is least; `distance` is ‖θ* − θ_0‖ within the rank's space."""
+    """Return the η that minimises `average_risk`; `distance` is ‖θ* − θ_0‖ in their span."""
     return distance / math.sqrt((steps + 1) * _square(clip_norm, rank, noise))
 
 
@@ -55,7 +55,7 @@ def average_risk(
     steps: int,
     rate: float | None = None,
 ) -> float:
-    """A bound on the expected excess risk of the mean of θ_1, …, θ_T, at `rate` or at the best one.
+    """Bound the expected excess risk of the mean of θ_1, …, θ_T, at `rate` or at the best one.
 
     d²/(2Tη) + η(L² + rank·σ²)(T + 1)/(2T). The proof's (12) has T in the place of T + 1: it counts
     from θ_1 and takes the distance of θ_0.
@@ -72,8 +72,8 @@ def central_risk(
 ) -> float:
     """Theorem 4.1: L·d·√(1 + 2·rank·log 1/δ)/(εn) after T = n²ε² steps at the best rate.
 
-    With the number of parameters for the rank it is Theorem 2.3, which holds with a projection
-    onto a convex set too, and whose printed form leaves out the 1 and the 2.
+    With the number of parameters as the rank it is Theorem 2.3, which also holds with a projection
+    onto a convex set; its printed form omits the 1 and the 2.
     """
     steps = math.ceil((records * epsilon) ** 2)
     noise = central_noise(
@@ -106,15 +106,15 @@ def stationary_gradient(
     failure: float,
     choice: float = 0.0,
 ) -> float:
-    """Theorem 4.2: a bound on the gradient at the point of θ_0, …, θ_(T−1) that is chosen.
+    """Theorem 4.2: a bound on the gradient at the chosen iterate among θ_0, …, θ_(T−1).
 
-    With η = 1/β (`smoothness`), `gap` = L(θ_0) − min L, and L above all gradients, so that none is
-    clipped. The point is the one with the least norm plus Laplace noise of scale `choice` (2L/(nε')
-    under add/remove, twice that under replace-one); 0 is the least norm itself. It holds with
-    probability 1 − `failure`, half of which goes to each kind of noise.
+    It assumes η = 1/β (`smoothness`), `gap` = L(θ_0) − min L, and L above all gradients, so that
+    none is clipped. The chosen iterate minimises gradient norm plus Laplace noise of scale
+    `choice` (2L/(nε') under add/remove, twice that under replace-one; 0 chooses without noise).
+    The bound holds with probability 1 − `failure`, half of which goes to each kind of noise.
 
-    The printed bound falls as 1/n for T growing as n². That does not follow: (15) leaves out the
-    factor T of σ². Kept, the noise's term grows with T, and the best T gives 1/√n.
+    The printed bound decreases as 1/n for T growing as n². That does not follow: (15) omits the
+    factor T of σ². With it, the noise term grows with T, and the best T gives 1/√n.
     """
     if not 0 < failure < 1:
         raise ValueError(f"expected 0 < failure < 1, got {failure}; 0.05 is usual")
@@ -126,5 +126,5 @@ def stationary_gradient(
 
 
 def _square(clip_norm: float, rank: int, noise: float) -> float:
-    """L² + rank·σ², the mean square of a noisy gradient within the rank's space."""
+    """Return L² + rank·σ², the mean square of a noisy gradient in the features' span."""
     return clip_norm**2 + rank * noise**2

@@ -1,7 +1,7 @@
-"""A linear model's loss that knows its own per-sample gradients, for `hg.train`.
+"""A linear model's loss with per-sample gradients in closed form, for `hg.train`.
 
-It is an ordinary loss of a batch, so every algorithm takes it; its gradients come in closed form,
-as the factors ℓ'(z, y) and x that any other linear layer leaves, without autograd or a tape.
+It is an ordinary loss of a batch, so every algorithm accepts it. Its gradients are given by the
+factors ℓ'(z, y) and x, as for any other linear layer, but without autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hushgrad.types import Batch, Params, Refused
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """ℓ(<θ, x> + bias, y) of a batch `(x, y)`, one value for each record.
+    """The loss ℓ(<θ, x> + bias, y) of a batch `(x, y)`, one value for each record.
 
     >>> from hushgrad.glm.losses import logistic
     >>> loss = LinearLoss(nn.Linear(3, 1), logistic())
@@ -42,14 +42,14 @@ class LinearLoss:
             )
 
     def _require_plain(self) -> None:
-        """Nothing is certified here, so the model must be the one whose gradients are known."""
+        """Require a plain `nn.Linear`: closed forms are not certified, so they must be known."""
         model = self.model
         hooked = type(model) is nn.Linear and (model._forward_hooks or model._forward_pre_hooks)
         if type(model) is not nn.Linear or hooked:
             raise Refused(
                 f"expected a plain nn.Linear, got {type(model).__name__}"
-                f"{' with hooks' if hooked else ''}, whose gradients may be others; write the loss "
-                "as a function of the batch, and it will be certified"
+                f"{' with hooks' if hooked else ''}, whose gradients may differ from the closed "
+                "form; write the loss as a function of the batch, and it will be certified"
             )
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -58,7 +58,7 @@ class LinearLoss:
         return self.loss.value(scores if self.loss.vector else scores.squeeze(-1), y)
 
     def _scores(self, x: Tensor) -> Tensor:
-        """The model's scores, without its forward pass: a record's bits are those of its row."""
+        """Return the scores by `scores_of`, in which a record's bits depend on its row only."""
         if x.dim() != 2:
             raise Refused(
                 f"expected rows of features, [records, features], got {x.dim()} dimensions; "
@@ -71,7 +71,7 @@ class LinearLoss:
 
     @torch.no_grad()
     def per_sample(self, params: Params, batch: Batch) -> Gradients:
-        """Per-sample gradients of the model's parameters, for a batch that has records."""
+        """Return per-sample gradients of the model's parameters, for a batch that is not empty."""
         self._require_plain()
         names = {id(p): name for name, p in params.items()}
         own = [p for p in self.model.parameters() if p.requires_grad]

@@ -1,22 +1,21 @@
-"""Steps, batch and step size from public numbers alone, so that nothing need be tuned.
+"""Default steps, batch and step size, computed from public numbers only, so nothing needs tuning.
 
-Rows have norm at most 1, with a constant behind them for the intercept. Let s be noise ÷
-sensitivity of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size.
-Whatever the number of steps, a direction without curvature collects noise of standard deviation
-τ·s·L/n: more steps need more noise each, and take it in smaller steps. So only τ is to be chosen,
-against
+Rows have norm at most 1, and an appended constant for the intercept. Let s be noise ÷ sensitivity
+of one Gaussian release at (ε, δ), L the bound on a gradient and τ = steps × step size. For any
+number of steps, a direction without curvature accumulates noise of standard deviation τ·s·L/n: more
+steps need more noise each, but make smaller steps. So only τ has to be chosen, to balance
 
-- what descent has not learnt yet, at most r²/(2τ) for a solution of norm r;
-- what the noise costs, about (τ·s·L/n)²·κ/2 with κ a bound on the trace of a record's Hessian.
+- the optimisation error, at most r²/(2τ) for a solution of norm r;
+- the error due to noise, about (τ·s·L/n)²·κ/2 with κ a bound on the trace of a record's Hessian.
 
-The sum is least at τ³ = r²n²/(2κ(sL)²). The step size is 1 ÷ the smoothness, which gives the steps;
-the batch is the smallest at which sampling still costs no more than about a tenth of the noise.
+The sum is least at τ³ = r²n²/(2κ(sL)²). The step size is 1 ÷ the smoothness, which gives the number
+of steps. The batch is the smallest at which sampling increases the noise by at most about a tenth.
 
-Two constants were tried out, on public data only. r = 30 for logistic regression is a compromise
-with time: on simulated data it loses 0.3 % of accuracy to the best r on average, and r = 100 loses
-0.1 % in twice the steps (`python -m benchmarks.glm choose`). It and the intercept's constant were
-also looked at on a9a and digits at ε = 0.1 and 1, so that the benchmark's accuracies on these two
-are not of unseen data. The r of the other losses are judged by the size of their scores, not tried.
+Two constants were tuned, on public data only. r = 30 for logistic regression trades accuracy for
+time: on simulated data it loses 0.3 % of accuracy to the best r on average, and r = 100 loses 0.1 %
+in twice the steps (`python -m benchmarks.glm choose`). r and the intercept's constant were also
+tested on a9a and digits at ε = 0.1 and 1, so the benchmark's accuracies on these two are not on
+unseen data. The r of the other losses were estimated from the size of their scores, without tuning.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from hushgrad.sampling import FullBatch, Poisson, Scheme
 from hushgrad.types import Relation
 
 INTERCEPT = 0.3
-"""The constant behind a row of norm 1. It adds 4 % to a row's norm, and so to the noise."""
+"""The constant appended to a row of norm 1. It adds 4 % to a row's norm, and so to the noise."""
 
 SMALL_NOISE = 2.0
-"""A Poisson batch's noise multiplier; below, sampling costs more noise than it saves work."""
+"""The noise multiplier of a batch; below it, sampling costs more noise than it saves work."""
 
 SMALLEST_BATCH, MOST_STEPS, FEWEST_STEPS = 64, 4000, 10
-"""Limits of time and of the accountants' usual range."""
+"""Limits that keep the time short and the accountants in their usual range."""
 
 MOMENTUM = 0.9
-"""Of full-batch descent: a tenth of the steps, and the same noise."""
+"""The momentum of full-batch descent: it needs a tenth of the steps, at the same noise."""
 
 
 @dataclass(frozen=True)
 class Public:
-    """What is public of a fit: n, the target, and the bounds of the loss.
+    """The public numbers of a fit: n, the target (ε, δ), and the bounds of the loss.
 
-    `slope` bounds |ℓ'|, or stands for it where the gradient is clipped to it; `curvature` bounds
-    ℓ'' likewise, and `reach` (r) is the norm of the solutions that are expected.
+    `slope` bounds |ℓ'|, or is the value to which it is clipped; `curvature` likewise bounds ℓ'';
+    `reach` (r) is the expected norm of a solution.
     """
 
     records: int
@@ -68,7 +67,7 @@ class Public:
 
     @property
     def trace(self) -> float:
-        """κ: the curvature of a record's loss, summed over the directions that it can have.
+        """κ: the trace of a record's Hessian.
 
         Softmax's Hessian has a trace below 1, however many classes there are.
         """
@@ -91,7 +90,7 @@ class DescentSettings:
     momentum: float
 
 
-def course(
+def descent_settings(
     public: Public,
     *,
     full: bool,
@@ -99,7 +98,7 @@ def course(
     steps: int | None = None,
     rate: float | None = None,
 ) -> DescentSettings:
-    """The course of a descent, with full batches or not; what is given stays as it is."""
+    """Return the settings of a descent; arguments that are given are used as they are."""
     momentum = MOMENTUM if full else 0.0
     rate = rate or 1 / (public.curvature * public.row_norm**2)
     if steps is None:
@@ -114,11 +113,11 @@ def course(
 
 
 def objective_strength(public: Public, *, noise: float, parameters: int) -> float:
-    """Λ for objective perturbation: Λr²/2 is what it costs, σ²·parameters/(2Λ) what noise does."""
+    """Return Λ for objective perturbation, which balances Λr²/2 and σ²·parameters/(2Λ)."""
     return noise * math.sqrt(parameters) / public.reach
 
 
 def output_strength(public: Public) -> float:
-    """Λ for output perturbation: Λr²/2 against n·κ·(sL/Λ)²/2, which is least at Λ³ = 2nκ(sL/r)²."""
+    """Return Λ for output perturbation: Λr²/2 + n·κ·(sL/Λ)²/2 is least at Λ³ = 2nκ(sL/r)²."""
     cost = 2 * public.records * public.trace * (public.one_release / public.reach) ** 2
     return float(cost ** (1 / 3))

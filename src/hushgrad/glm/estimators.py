@@ -1,41 +1,22 @@
-"""Estimators in scikit-learn's manner: linear models that are fitted with differential privacy.
+"""scikit-learn estimators: linear models that are fitted with differential privacy.
 
     model = PrivateLogisticRegression(epsilon=1.0, delta=1e-6, feature_norm=4.0, records=30_000)
     model.fit(X, y)
     print(model.guarantee_)
 
-All of them take
+After `fit`, `guarantee_` has `epsilon`, `delta`, `relation`, `sampling` and `accountant`, and
+explains in words what they depend on. Publish only `coef_`, `intercept_` and what follows from
+them: a score on the training data is another release.
 
-- `epsilon`, `delta`: the guarantee;
-- `algorithm`: "sgd" (Poisson batches), "gd" (full batches), "objective" or "output" perturbation;
-- `feature_norm`: the user's statement of how long a row of features can be. It is never read off
-  the data. A longer row is shortened to it, so that a small value gives all rows one length;
-- `clip_norm`: "auto" for the loss's largest slope times the bound on a row, at which nothing of a
-  Lipschitz loss is clipped; or a number, for Abadi's rule; or a rule such as `hg.automatic()`. It
-  refers to rows divided by `feature_norm`;
-- `fit_intercept`;
-- `records`: the number of records, if that is public. The guarantee is then for adding or removing
-  a record. Left out, it is for replacing one, under which all data sets have one size, and the
-  noise is twice as large;
-- `batch`, `steps`, `learning_rate`: chosen from public numbers if left out, see `defaults`;
-- `regularization`: the strength of ‖θ‖²/2 a record, on rows divided by `feature_norm`. Left out, it
-  is 0 for descent and chosen from public numbers for the perturbations;
-- `rng`: None for a secret key from the operating system, a `hushgrad.Rng`, or a number for a run
-  that is reproducible and **not private**;
-- `budget`: a ledger's budget that the fit is charged to, before anything is released.
-
-After `fit`, `guarantee_` has `epsilon`, `delta`, `relation`, `sampling` and `accountant`, and says
-in words what they rest on. Only `coef_`, `intercept_` and what follows from them may be shown: a
-score on the training data is a release of its own.
-
-Each fit on the same records costs its own ε. Where this process is known to have fitted shares of
-them before, as clones in a search do, `epsilon` and `delta` are those of all these fits together,
-`guarantee_.fits` is their number and `guarantee_.alone` what this one costs. Not counted are fits
-in other processes, a search by scores, and preprocessing that looks at the records.
+Each fit on the same records costs its own ε. If this process is known to have fitted some of the
+records before, as clones in a search do, `epsilon` and `delta` are those of all these fits
+together, `guarantee_.fits` is their number and `guarantee_.alone` the cost of this one. Not counted
+are fits in other processes, a search by scores, and preprocessing that looks at the records.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,9 +33,52 @@ from hushgrad.glm.fitting import FitSettings, Fitted, Linear, fit
 from hushgrad.ledger import Budget
 from hushgrad.rng import Rng
 
+_SETTINGS = """
+    Args:
+        epsilon: ε of the guarantee.
+        delta: δ of the guarantee.
+        algorithm: "sgd" (Poisson batches), "gd" (full batches), "objective" or "output"
+            perturbation.
+        feature_norm: your statement of how long a row of features can be. It is never computed
+            from the data. Longer rows are scaled down to it.
+        clip_norm: "auto" for the loss's largest slope times the bound on a row, which clips
+            nothing of a Lipschitz loss; a number, for Abadi's rule; or a rule such as
+            `hg.automatic()`. It applies to rows divided by `feature_norm`.
+        fit_intercept: whether to fit an intercept.
+        {own}
+        records: the number of records, if it is public. The guarantee is then for adding or
+            removing a record. If None, it is for replacing one, and the noise is twice as large.
+        batch: the expected batch size; if None, chosen from public numbers (see `defaults`).
+        steps: the number of steps, likewise.
+        learning_rate: the step size, likewise.
+        regularization: the strength of ‖θ‖²/2 per record, on rows divided by `feature_norm`. If
+            None, 0 for descent, and chosen from public numbers for the perturbations.
+        rng: None for a secret key from the operating system, a `hushgrad.Rng`, or a number for a
+            run that is reproducible and **not private**.
+        budget: a ledger's budget, charged before anything is released.
+
+    Raises:
+        ValueError: (from `fit`) for settings or data that cannot be used.
+        Refused: (from `fit`) if the budget or the accountant does not allow the fit.
+    """
+_CLASSES = """classes: the possible labels. If None, the labels that occur are assumed to be
+            public, and the guarantee says so."""
+_TARGET_BOUND = """target_bound: your statement of how large |y| can be. It is never computed from
+            the data. Larger targets are clipped to it."""
+
+
+def _document(own: str) -> Callable[[type], type]:
+    """Append the shared settings, and those of the kind of estimator, to a class's docstring."""
+
+    def append(estimator: type) -> type:
+        estimator.__doc__ = (estimator.__doc__ or "").rstrip() + "\n" + _SETTINGS.format(own=own)
+        return estimator
+
+    return append
+
 
 class _Private(BaseEstimator):  # type: ignore[misc]
-    """What all of them share: checked input, one private fit, linear scores."""
+    """What all estimators share: input checks, one private fit, linear scores."""
 
     _counts = False  # whether targets are counts
 
@@ -69,7 +93,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         return FitSettings(**chosen, rng=rng, family=self._own_family())
 
     def _own_family(self) -> str:
-        """The name that this estimator and its clones share, so that their fits are counted."""
+        """Return the name that this estimator and its clones share, by which fits are counted."""
         if not hasattr(self, "_family"):
             self._family = new_family()
         return self._family
@@ -85,7 +109,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         return np.asarray(X @ self._coef.T + self._intercept)
 
     def __sklearn_clone__(self) -> Any:
-        """An unfitted one with the same arguments; a key is not copied, and neither is a budget."""
+        """Return an unfitted estimator with the same arguments; key and budget are shared."""
         made = type(self)(
             **{
                 name: value if isinstance(value, Rng | Budget) else clone(value, safe=False)
@@ -96,7 +120,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         return made
 
     def __getstate__(self) -> Any:
-        """What is pickled, also for another process, whose fits are not seen in this one."""
+        """Return the state to pickle, and count the copy, which may be fitted elsewhere."""
         if not hasattr(self, "guarantee_"):
             note_copy(self._own_family())
         return super().__getstate__()
@@ -110,10 +134,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
 
 class _PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
-    """A classifier; `classes` states the labels there can be.
-
-    Left out, the labels that occur are taken to be public, and the guarantee says so.
-    """
+    """A classifier."""
 
     def __init__(
         self,
@@ -140,7 +161,7 @@ class _PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         self.regularization, self.rng, self.budget = regularization, rng, budget
 
     def fit(self, X: Any, y: Any) -> Any:
-        """Fit privately; the first line of `guarantee_` says how privately."""
+        """Fit privately; `guarantee_` then has the guarantee."""
         settings = self._settings()
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64)
         check_classification_targets(y)
@@ -148,8 +169,8 @@ class _PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         self.classes_ = np.unique(known)
         if len(self.classes_) < 2:
             raise ValueError(
-                f"expected two classes or more, got only one class: {self.classes_[0]!r}; state "
-                "them in `classes`"
+                f"expected two classes or more, got only one class: {self.classes_[0]!r}; pass "
+                "all labels as `classes`"
             )
         places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not (self.classes_[places] == y).all():
@@ -165,41 +186,57 @@ class _PrivateClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """One score for each record, of the second class, or one of each class."""
+        """Return a score for each record: of the second of two classes, or one for each class."""
         scores = self._scores(X)
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class of the largest score."""
+        """Return the class with the largest score, for each record."""
         scores = self.decision_function(X)
         places = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         return np.asarray(self.classes_[places])
 
 
+@_document(_CLASSES)
 class PrivateLogisticRegression(_PrivateClassifier):
-    """Logistic regression, of two classes or multinomial."""
+    """Logistic regression with differential privacy, for two classes or more (multinomial).
+
+    Example:
+        >>> X, y = np.array([[-1.0], [1.0]] * 500), np.array([0, 1] * 500)
+        >>> model = PrivateLogisticRegression(epsilon=2.0, records=1000, classes=[0, 1], rng=0)
+        >>> model.fit(X, y).predict([[-0.9], [0.9]])
+        array([0, 1])
+    """
 
     def _linear(self, classes: int) -> Linear:
         loss = losses.logistic() if classes == 1 else losses.multinomial()
         return Linear(loss, loss, classes, loss.lipschitz, loss.smoothness, reach=30.0)
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """The probability of each class."""
+        """Return the probability of each class, for each record."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
             return np.stack([expit(-scores), expit(scores)], 1)
         return np.asarray(softmax(scores, axis=1))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """The logarithm of the probability of each class."""
+        """Return the logarithm of the probability of each class, for each record."""
         return np.asarray(np.log(self.predict_proba(X)))
 
 
+@_document(_CLASSES)
 class PrivateLinearSVC(_PrivateClassifier):
-    """A linear support vector machine: the hinge loss, or Crammer and Singer's of many classes.
+    """A linear support vector machine with differential privacy: the hinge loss.
 
-    The perturbations, which need a smooth loss, round its corner off within ½ of 1 (Chaudhuri et
-    al. 2011) and are for two classes.
+    Several classes use the loss of Crammer and Singer. The perturbations need a smooth loss: they
+    replace the hinge's corner by a parabola of half-width ½ (Chaudhuri et al. 2011), for two
+    classes only.
+
+    Example:
+        >>> X, y = np.array([[-1.0], [1.0]] * 500), np.array([0, 1] * 500)
+        >>> model = PrivateLinearSVC(epsilon=2.0, records=1000, classes=[0, 1], rng=0)
+        >>> model.fit(X, y).predict([[-0.9], [0.9]])
+        array([0, 1])
     """
 
     def _linear(self, classes: int) -> Linear:
@@ -210,10 +247,7 @@ class PrivateLinearSVC(_PrivateClassifier):
 
 
 class _PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
-    """A regressor; `target_bound` is the user's statement of how large |y| can be.
-
-    Like `feature_norm` it is never read off the data, and a larger target is cut to it.
-    """
+    """A regressor."""
 
     def __init__(
         self,
@@ -253,16 +287,23 @@ class _PrivateRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         self.coef_, self.intercept_ = self._coef[0], float(self._intercept[0])
 
 
+@_document(_TARGET_BOUND)
 class PrivateLinearRegression(_PrivateRegressor):
-    """Least squares.
+    """Least squares with differential privacy.
 
-    Targets are divided by `target_bound`. With `clip_norm="auto"` a record whose residual is above
-    about `target_bound` pulls no harder than at that: the squared loss, Huberised there. The
+    Targets are divided by `target_bound`. With `clip_norm="auto"` residuals above about
+    `target_bound` have no more influence than one of that size: this is the Huber loss. The
     perturbations minimise the Huber loss with its knot at `target_bound`.
+
+    Example:
+        >>> X = np.linspace(-1, 1, 1000)[:, None]
+        >>> model = PrivateLinearRegression(epsilon=2.0, records=1000, rng=0)
+        >>> bool(abs(model.fit(X, 0.5 * X[:, 0]).coef_[0] - 0.5) < 0.2)
+        True
     """
 
     def fit(self, X: Any, y: Any) -> PrivateLinearRegression:
-        """Fit privately; the first line of `guarantee_` says how privately."""
+        """Fit privately; `guarantee_` then has the guarantee."""
         settings = self._settings()
         X, y = self._checked(X, y)
         bound = self.target_bound
@@ -272,21 +313,28 @@ class PrivateLinearRegression(_PrivateRegressor):
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """The expected target of each record."""
+        """Return the expected target of each record."""
         return np.asarray(self._scores(X)[:, 0])
 
 
+@_document(_TARGET_BOUND)
 class PrivatePoissonRegressor(_PrivateRegressor):
-    """Poisson regression of counts with a log link, by "sgd" or "gd".
+    """Poisson regression of counts with a log link and differential privacy, by "sgd" or "gd".
 
-    Counts are cut to `target_bound`. With `clip_norm="auto"` a record whose expected count is off
-    by more than about `target_bound` pulls no harder than at that.
+    Counts are clipped to `target_bound`. With `clip_norm="auto"` a record whose expected count is
+    off by more than about `target_bound` has no more influence than one that is off by that much.
+
+    Example:
+        >>> X, y = np.ones((1000, 1)), np.full(1000, 2)
+        >>> model = PrivatePoissonRegressor(epsilon=2.0, records=1000, target_bound=4.0, rng=0)
+        >>> bool(abs(model.fit(X, y).predict([[1.0]])[0] - 2) < 0.5)
+        True
     """
 
     _counts = True
 
     def fit(self, X: Any, y: Any) -> PrivatePoissonRegressor:
-        """Fit privately; the first line of `guarantee_` says how privately."""
+        """Fit privately; `guarantee_` then has the guarantee."""
         settings = self._settings()
         X, y = self._checked(X, y)
         if (y < 0).any():
@@ -298,5 +346,5 @@ class PrivatePoissonRegressor(_PrivateRegressor):
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """The expected count of each record."""
+        """Return the expected count of each record."""
         return np.asarray(np.exp(self._scores(X)[:, 0]))

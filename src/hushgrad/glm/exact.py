@@ -10,13 +10,13 @@ from dp_accounting import DpEvent, GaussianDpEvent
 from hushgrad.accounting import Accountant
 from hushgrad.accounting.accountants import require_delta, require_epsilon
 from hushgrad.accounting.closed_forms import gaussian_delta, gaussian_epsilon
-from hushgrad.events import joint_multiplier, merged
+from hushgrad.events import count_leaves, joint_multiplier
 from hushgrad.types import Refused, Relation
 
 
 @dataclass(frozen=True)
 class ExactGaussian:
-    """Closed forms, without a grid: exact, and quick at every ε.
+    """An accountant for Gaussian releases in closed form: exact, and fast at every ε.
 
     Reference: Balle and Wang 2018, Theorem 8; Dong et al. 2022, Corollary 3.3, for composition.
     """
@@ -25,12 +25,12 @@ class ExactGaussian:
     proves: bool = field(default=True, init=False)
 
     def sketch(self) -> Accountant:
-        """Itself: it is quick."""
+        """Return itself: it is fast."""
         return self
 
     def supports(self, event: DpEvent, relation: Relation) -> bool:
         """Tell whether the event consists of Gaussian releases of all records."""
-        parts = merged(event)
+        parts = count_leaves(event)
         return bool(parts) and all(isinstance(part, GaussianDpEvent) for part, _ in parts)
 
     def epsilon(
@@ -54,7 +54,7 @@ class ExactGaussian:
                 f"expected Gaussian releases of all records, got {event}; use the pld accountant"
             )
         doubled = 2 if relation is Relation.REPLACE_ONE else 1
-        shares = (part.noise_multiplier / math.sqrt(count) for part, count in merged(event))
+        shares = (part.noise_multiplier / math.sqrt(count) for part, count in count_leaves(event))
         return joint_multiplier(shares) / doubled
 
 

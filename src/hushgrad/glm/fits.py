@@ -1,10 +1,10 @@
-"""What this process has fitted before on shares of the same records, as far as that can be known.
+"""Detects earlier fits of this process on the same records, as far as possible.
 
-A search over settings fits the same records again and again, and each fit costs its own ε. Two
-signs tell that a fit is one of several: its estimator descends from the same one by
-`sklearn.base.clone`, as all those of a search do, or some of its rows are bit-identical to rows
-that were fitted before. Neither sees what other processes fit, and a sample of the rows stands
-for all of them: what is found is a lower bound.
+A hyperparameter search fits the same records many times, and each fit costs its own ε. Two signs
+show that a fit is one of several: its estimator is a clone (`sklearn.base.clone`) of the same
+estimator, as in a search, or some of its rows are bit-identical to rows that were fitted before.
+Fits in other processes are not seen, and only a sample of the rows is compared, so the number found
+is a lower bound.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scipy import sparse
 
 from hushgrad.types import Relation
 
-_SAMPLE = 128  # rows of a fit that are remembered: those of the least digests, in every share alike
-_FITS = 1024  # fits that are remembered
-_PIECE = 2**22  # numbers that are hashed at once
+_SAMPLE = 128  # remembered rows per fit: those with the smallest digests, the same in every subset
+_FITS = 1024  # remembered fits
+_PIECE = 2**22  # numbers that are hashed at once, which bounds the memory
 _SEED = secrets.randbits(64)
 
 _lock = threading.Lock()
@@ -42,16 +42,16 @@ class Fit:
     delta: float
 
     def shares_with(self, other: Fit) -> bool:
-        """Whether both are known to have used the same records."""
+        """Return whether both are known to have used some of the same records."""
         return self.family == other.family or not self.sample.isdisjoint(other.sample)
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Fits before this one on shares of its records, added up.
+    """The earlier fits on records of this one, added up.
 
-    `unlike` are those under another relation, whose ε is of another kind. `copies` of the unfitted
-    estimator were pickled or copied, and may have been fitted where this process does not see it.
+    `unlike` counts those under another relation, whose ε cannot be added. `copies` counts pickles
+    and copies of the unfitted estimator, which may have been fitted in other processes.
     """
 
     fits: int = 0
@@ -62,7 +62,7 @@ class Earlier:
 
 
 def new_family() -> str:
-    """A name for an estimator and all that are cloned from it."""
+    """Return a new name for an estimator and its clones."""
     return secrets.token_hex(8)
 
 
@@ -89,12 +89,12 @@ def remember_fit(fit: Fit) -> Earlier:
 
 
 def sample_of(features: Any, targets: np.ndarray) -> frozenset[int]:
-    """The least digests of the rows: shares of the same records have most of them in common.
+    """Return the smallest digests of the rows; overlapping sets of records share most of them.
 
-    The digests are keyed by numbers of this process and never leave it.
+    The digests are keyed with random numbers of this process and never leave it.
     """
     columns = features.shape[1]
-    words = np.random.Generator(np.random.Philox(_SEED)).integers(  # odd, so that none loses a bit
+    words = np.random.Generator(np.random.Philox(_SEED)).integers(  # made odd below: no bit is lost
         2**63, size=columns + 1, dtype=np.uint64
     )
     words = 2 * words + np.uint64(1)
@@ -108,16 +108,16 @@ def sample_of(features: Any, targets: np.ndarray) -> frozenset[int]:
         for start in range(0, len(digests), step):
             piece = _bits(np.asarray(features[start : start + step]))
             digests[start : start + step] += (piece * words[:-1]).sum(1, dtype=np.uint64)
-    return frozenset(np.unique(_mixed(digests))[:_SAMPLE].tolist())
+    return frozenset(np.unique(_mix(digests))[:_SAMPLE].tolist())
 
 
 def _bits(numbers: np.ndarray) -> np.ndarray:
-    """The bits of numbers, with one zero."""
+    """Return the bits of numbers; adding 0.0 makes -0.0 equal to 0.0."""
     return np.ascontiguousarray(numbers.astype(np.float64, copy=False) + 0.0).view(np.uint64)
 
 
-def _mixed(digests: np.ndarray) -> np.ndarray:
-    """Every bit of the digest in every bit of the result, one to one (Stafford's mix 13)."""
+def _mix(digests: np.ndarray) -> np.ndarray:
+    """Mix the bits of the digests with a bijection (Stafford's mix 13)."""
     x = digests ^ (digests >> np.uint64(30))
     x = x * np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)

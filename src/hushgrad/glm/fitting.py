@@ -15,7 +15,13 @@ from torch import Tensor
 
 from hushgrad.accounting import PLD, Target, least_noise
 from hushgrad.clipping.rules import Clip, abadi
-from hushgrad.glm.defaults import INTERCEPT, Public, course, objective_strength, output_strength
+from hushgrad.glm.defaults import (
+    INTERCEPT,
+    Public,
+    descent_settings,
+    objective_strength,
+    output_strength,
+)
 from hushgrad.glm.descent import Descent, descend
 from hushgrad.glm.exact import EXACT
 from hushgrad.glm.fits import Fit, remember_fit, sample_of
@@ -161,7 +167,7 @@ def _by_descent(
     rows: RowSource, labels: Tensor, linear: Linear, settings: FitSettings, public: Public
 ) -> tuple[Tensor, GlmGuarantee, int]:
     clip, scale = _clip(settings.clip_norm, public)
-    chosen = course(
+    chosen = descent_settings(
         public,
         full=settings.algorithm == "gd",
         batch=settings.batch,

@@ -1,7 +1,7 @@
-"""Per-sample gradients of a linear model in closed form: no autograd, each row's norm taken once.
+"""Per-sample gradients of a linear model in closed form, without autograd.
 
-A record's gradient is ℓ'(z, y) ⊗ x, so that its norm is ‖ℓ'‖·‖x‖ and a weighted sum is one matrix
-product. Everything is float64.
+A record's gradient is ℓ'(z, y) ⊗ x, so its norm is ‖ℓ'‖·‖x‖ and a weighted sum is one matrix
+product. The rows' norms are computed only once. Everything is float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "coef"
 
 @dataclass(frozen=True)
 class LinearGradients:
-    """Per-sample gradients `slopes ⊗ rows`, the waist that clipping and every algorithm need.
+    """Per-sample gradients `slopes ⊗ rows`, with the interface that clipping and algorithms need.
 
     Guarantees: `sq_norms` is an upper bound on the squared norm of what `weighted_sum` adds for
     that record, at most 1e-12 above it; a record that is not finite has norm inf.
@@ -50,25 +50,26 @@ class LinearGradients:
         """An upper bound on each record's squared norm."""
         squares = self.slopes.square()
         total = squares[:, 0]
-        for column in range(1, squares.shape[1]):  # one after the other, whatever the batch
+        # Columns are added one by one: the order of `sum` could depend on the batch.
+        for column in range(1, squares.shape[1]):
             total = total + squares[:, column]
-        up = 1 + (squares.shape[1] + 8) * 2.0**-52  # of so many roundings, and then some
+        up = 1 + (squares.shape[1] + 8) * 2.0**-52  # covers all roundings, with a margin
         upper = (total * self.rows.sq_norms * up)[: self.rows.count]
         return {NAME: torch.nan_to_num(upper, nan=torch.inf, posinf=torch.inf)}
 
     def weighted_sum(
         self, weights: Mapping[str, Float64[Tensor, " batch"]], *, within: float = math.inf
     ) -> dict[str, Float64[Tensor, "classes width"]]:
-        """Sum the records' gradients with these weights; weight 0 means absent, even for nan.
+        """Sum the records' gradients with these weights; weight 0 leaves out a record, NaN or not.
 
-        In float64 n records are off by at most n²·2⁻⁵² of the longest contribution; parts of 1024
-        are far below any error that is asked for.
+        In float64 the error for n records is at most n²·2⁻⁵² of the largest contribution. For
+        parts of 1024 records that is far below every `within` that is asked for.
         """
         padded = F.pad(weights[NAME], (0, len(self.slopes) - self.rows.count))[:, None]
-        return {NAME: self.rows.combined(torch.where(padded == 0, 0.0, padded * self.slopes))}
+        return {NAME: self.rows.combine(torch.where(padded == 0, 0.0, padded * self.slopes))}
 
     def __add__(self, other: LinearGradients) -> LinearGradients:
-        """Add gradients of the same records, at another point or of another loss."""
+        """Add gradients of the same records, at another iterate or of another loss."""
         self._require_same(other)
         slopes = self.slopes + other.slopes
         return LinearGradients(self.rows, slopes, lambda: self.losses + other.losses)
@@ -79,19 +80,19 @@ class LinearGradients:
     def _require_same(self, other: LinearGradients) -> None:
         if self.rows is not other.rows:
             raise ValueError(
-                f"expected gradients of the same records, got {self.rows.count} and "
-                f"{other.rows.count} of two draws; take both from the same rows"
+                f"expected gradients of the same records, got those of {self.rows.count} and "
+                f"{other.rows.count} records of two draws; compute both from the same rows"
             )
 
 
 def linear_gradients(
     rows: RowSource, labels: Tensor, theta: Float64[Tensor, "classes width"], *, loss: ScoreLoss
 ) -> LinearGradients:
-    """The gradient of every record's loss at θ; `labels` has one entry for each record."""
+    """Return the gradient of every record's loss at θ; `labels` has one entry for each record."""
     z, y = rows.scores(theta), labels
     extra = len(z) - rows.count
     if extra:
-        y = torch.cat([labels, labels.new_zeros(extra)])  # of rows that are 0
+        y = torch.cat([labels, labels.new_zeros(extra)])  # for the padding rows, which are 0
     scores = z if loss.vector else z[:, 0]
     slopes = loss.derivative(scores, y)
     return LinearGradients(
@@ -102,7 +103,7 @@ def linear_gradients(
 
 
 def linear_difference(new: LinearGradients, old: LinearGradients) -> LinearGradients:
-    """Per-sample differences of gradients at two points: (ℓ'(z') − ℓ'(z)) ⊗ x, nothing else."""
+    """Return per-sample differences of gradients at two iterates: (ℓ'(z') − ℓ'(z)) ⊗ x."""
     return new + (-1.0) * old
 
 

@@ -6,9 +6,9 @@ rule's weight. That is the gradient of another loss of the same score,
     g(z) = ∫ φ(ℓ'(t)‖x‖)/‖x‖ dt,
 
 and g is convex whenever ℓ is convex and φ increasing. For Abadi's rule it is the Huberised loss:
-ℓ between two knots and straight beyond. For AUTO-S φ(u) = Ru/(|u| + γ), for AUTO-V R·sign(u). So
-what a rule and a norm really optimise can be seen before anything is spent. For several classes
-there is no such loss: the field of clipped softmax gradients is no gradient field.
+ℓ between two knots and linear beyond. For AUTO-S φ(u) = Ru/(|u| + γ), for AUTO-V R·sign(u). So you
+can see what a rule and a clipping norm really optimise before spending any privacy. For several
+classes there is no such loss: the field of clipped softmax gradients is not a gradient field.
 
 Reference: clipped DP-GD, Lemma 3.1 for Abadi's rule, and Theorem 3.3 for softmax.
 """
@@ -29,13 +29,31 @@ from hushgrad.clipping.rules import Clip
 from hushgrad.glm.losses import ScoreLoss
 
 _FAR = 2.0**60  # a knot beyond this counts as infinite
-_HALVINGS = 120  # from ±2⁶⁰ down to the last bit
-_STRAIGHT = ("abadi", "reparameterized")  # φ is a multiple of u up to R and constant beyond
+_HALVINGS = 120  # bisections from ±2⁶⁰ down to the last bit
+_STRAIGHT = ("abadi", "reparameterized")  # φ is linear in u up to R and constant beyond
 
 
 @dataclass(frozen=True)
 class Huberised:
-    """A convex loss of a score, as a clipping rule changes it for a record of norm ‖x‖."""
+    """The loss that a clipping rule really minimises, for a convex loss of one score.
+
+    Args:
+        loss: the original loss ℓ.
+        clip: the clipping rule.
+
+    Raises:
+        ValueError: for a loss that is not convex or has several scores, or several clipping norms.
+
+    Example:
+        >>> from hushgrad.clipping import abadi
+        >>> from hushgrad.glm.losses import squared
+        >>> g = Huberised(squared(), abadi(1.0))
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> g.value(3 * one, 0 * one, one)  # ½ up to |z| = 1, and slope 1 beyond
+        tensor([2.5000], dtype=torch.float64)
+
+    Reference: clipped DP-GD, Lemma 3.1.
+    """
 
     loss: ScoreLoss
     clip: Clip
@@ -44,7 +62,7 @@ class Huberised:
         if self.loss.vector or not self.loss.convex:
             raise ValueError(
                 f"expected a convex loss of one score, got {self.loss}; clipped gradients of "
-                "several scores are no gradient of anything, and other losses have no knots"
+                "several scores are not the gradient of a loss, and non-convex losses have no knots"
             )
         if not isinstance(self.clip.clip_norm, int | float):
             raise ValueError(
@@ -52,42 +70,42 @@ class Huberised:
             )
 
     def phi(self, u: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-        """φ(u) = w(|u|)·u, the rule on signed norms u = ℓ'(z)‖x‖."""
+        """Return φ(u) = w(|u|)·u, the rule on signed norms u = ℓ'(z)‖x‖."""
         return self.clip.weights(u.abs()[:, None])[:, 0] * u
 
     @property
     def convex(self) -> bool:
-        """Whether φ increases, looked up on a grid; `discard` does not."""
+        """Whether φ increases, tested on a grid; that of `discard` does not."""
         sizes = 2.0 ** torch.arange(-40, 40, 0.25, dtype=torch.float64)
         return bool((self.phi(sizes).diff() >= -1e-12 * self.clip.bound(1)).all())
 
     def derivative(
         self, z: Float64[Tensor, " n"], y: Tensor, norms: Float64[Tensor, " n"]
     ) -> Float64[Tensor, " n"]:
-        """g'(z) for records of these norms: what clipping leaves of ℓ'(z)."""
+        """Return g'(z) for records of these norms: ℓ'(z) after clipping."""
         slope = self.loss.derivative(z, y)
         weights = self.clip.weights((slope.abs() * norms)[:, None])[:, 0]
-        return torch.where(weights == 0, 0.0, weights * slope)  # an infinite slope counts nothing
+        return torch.where(weights == 0, 0.0, weights * slope)  # 0 · inf would be NaN
 
     def knots(
         self, y: Tensor, norms: Float64[Tensor, " n"]
     ) -> tuple[Float64[Tensor, " n"], Float64[Tensor, " n"]]:
-        """y1 and y2, between which |ℓ'(z)|·‖x‖ is at most R; infinite where it always is.
+        """Return y1 and y2, between which |ℓ'(z)|·‖x‖ is at most R; infinite if it always is.
 
-        Under Abadi's rule g is ℓ between them and straight outside. Other rules change the
-        gradient inside as well.
+        Under Abadi's rule g is ℓ between the knots and linear outside. Other rules also change the
+        gradient inside.
         """
-        # Not R / norms, for which torch multiplies by a rounded 1 / norms.
+        # A scalar R / norms would make torch multiply by a rounded 1 / norms.
         level = torch.full_like(norms, self._level) / norms
         return -self._reach(y, level, -1.0), self._reach(y, level, 1.0)
 
     def value(
         self, z: Float64[Tensor, " n"], y: Tensor, norms: Float64[Tensor, " n"]
     ) -> Float64[Tensor, " n"]:
-        """g(z), with g = ℓ at the score between the knots that is nearest to 0.
+        """Return g(z), normalised so that g = ℓ at the score between the knots that is nearest 0.
 
-        Under Abadi's rule g = ℓ at all of them, and `reparameterized` gives 1/R times that. For
-        rules without straight parts it is a quadrature, tested to 1e-7.
+        Under Abadi's rule g = ℓ at all scores between the knots, and `reparameterized` gives 1/R
+        times that. For rules without linear parts it is a quadrature, tested to 1e-7.
         """
         y1, y2 = self.knots(y, norms)
         if self.clip.name in _STRAIGHT:
@@ -101,22 +119,22 @@ class Huberised:
         ends = torch.stack(corners, 1).sort(1).values
         low, high = torch.minimum(start, z)[:, None], torch.maximum(start, z)[:, None]
         ends = torch.cat([low, torch.minimum(torch.maximum(ends, low), high), high], 1)
-        parts = _integrated(lambda t: self._along(t, y, norms), ends)
+        parts = _integrate(lambda t: self._along(t, y, norms), ends)
         return self.loss.value(start, y) + torch.sign(z - start) * parts
 
     @property
     def _level(self) -> float:
-        """R, by which a gradient is judged to be long."""
+        """R, the norm above which a gradient is clipped."""
         return self.clip.clip_norms(1)[0]
 
     def _along(self, t: Tensor, y: Tensor, norms: Tensor) -> Tensor:
-        """g' at several scores of each record."""
+        """Return g' at several scores of each record."""
         count = t.shape[1]
         many = self.derivative(t.reshape(-1), _each(y, count), _each(norms, count))
         return many.reshape(t.shape)
 
     def _reach(self, y: Tensor, level: Tensor, side: float) -> Tensor:
-        """The largest s >= −2⁶⁰ at which side·ℓ'(side·s) is at most `level`, by halving."""
+        """Return the largest s >= −2⁶⁰ with side·ℓ'(side·s) <= `level`, by bisection."""
         low, high = torch.full_like(level, -_FAR), torch.full_like(level, _FAR)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -127,10 +145,24 @@ class Huberised:
 
 @dataclass(frozen=True)
 class ClippedObjective:
-    """The mean of a loss over a data set, before clipping and after.
+    """The mean of a loss over a data set, before and after clipping.
 
-    `features` are rows x, `labels` what the loss takes. This reads records and is not private: it
-    is for public or simulated data.
+    It reads records without noise, so it is **not private**: use it on public or simulated data.
+
+    Args:
+        huberised: the loss and the clipping rule.
+        features: the rows x.
+        labels: the labels, as the loss takes them.
+
+    Example:
+        >>> from hushgrad.clipping import abadi
+        >>> from hushgrad.glm.losses import squared
+        >>> x, y = torch.ones(3, 1).double(), torch.tensor([0.0, 0.0, 9.0]).double()
+        >>> data = ClippedObjective(Huberised(squared(), abadi(1.0)), x, y)
+        >>> data.minimiser(clipped=False), data.minimiser()  # the mean, and near the median
+        (tensor([3.0000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
+
+    Reference: clipped DP-GD, section 3.
     """
 
     huberised: Huberised
@@ -144,18 +176,18 @@ class ClippedObjective:
         return norms
 
     def original(self, theta: Float64[Tensor, " p"]) -> float:
-        """The mean of ℓ at θ."""
+        """Return the mean of ℓ at θ."""
         return float(self.huberised.loss.value(self.features @ theta, self.labels).mean())
 
     def clipped(self, theta: Float64[Tensor, " p"]) -> float:
-        """The mean of g at θ; a record with x = 0 counts with ℓ(0), which nothing moves."""
+        """Return the mean of g at θ; a record with x = 0 contributes the constant ℓ(0)."""
         z, moved = self.features @ theta, self.norms > 0
         total = self.huberised.value(z[moved], self.labels[moved], self.norms[moved]).sum()
         still = self.huberised.loss.value(z[~moved], self.labels[~moved]).sum()
         return float(total + still) / len(z)
 
     def curve(self, thetas: Float64[Tensor, " m"]) -> Float64[Tensor, " m"]:
-        """The clipped mean at many values of one parameter, to be drawn."""
+        """Return the clipped mean at many values of one parameter, for a plot."""
         moved = self.norms > 0
         x, y, norms = self.features[moved, 0], self.labels[moved], self.norms[moved]
         z = (x[:, None] * thetas).reshape(-1)
@@ -165,7 +197,7 @@ class ClippedObjective:
         return (values.reshape(len(x), len(thetas)).sum(0) + rest.sum()) / len(self.features)
 
     def gradient(self, theta: Float64[Tensor, " p"], *, clipped: bool) -> Float64[Tensor, " p"]:
-        """The gradient of either mean."""
+        """Return the gradient of the clipped or the original mean."""
         z = self.features @ theta
         slope = (
             self.huberised.derivative(z, self.labels, self.norms)
@@ -175,15 +207,15 @@ class ClippedObjective:
         return self.features.T @ slope / len(z)
 
     def minimiser(self, *, clipped: bool = True, radius: float = 1e3) -> Float64[Tensor, " p"]:
-        """Where either mean is least, among |θ_j| <= `radius`.
+        """Return the minimiser of the clipped or the original mean, within |θ_j| <= `radius`.
 
-        For one parameter by halving, to the last bits and also where there are corners; for more
-        by L-BFGS-B, which needs a smooth loss and rule.
+        One parameter is found by bisection, to the last bits and despite corners; several by
+        L-BFGS-B, which needs a smooth loss and rule.
         """
         if clipped and not self.huberised.convex:
             raise ValueError(
                 f"expected a rule that keeps the loss convex, got {self.huberised.clip!r}, whose "
-                "objective may have many minima; draw it by `clipped` instead"
+                "objective may have many minima; plot it with `curve` instead"
             )
         parameters = self.features.shape[1]
         if parameters == 1:
@@ -214,9 +246,9 @@ class ClippedObjective:
         return torch.tensor([high], dtype=torch.float64)
 
     def excess_risk(self, *, radius: float = 1e3) -> float:
-        """How much more the original objective is at the clipped one's minimiser than at its own.
+        """Return the original objective at the clipped minimiser, minus its own minimum.
 
-        No number of records takes this away: it is what the rule costs, whatever the noise.
+        This bias of the clipping rule does not vanish with more records or less noise.
         """
         biased = self.original(self.minimiser(clipped=True, radius=radius))
         return biased - self.original(self.minimiser(clipped=False, radius=radius))
@@ -230,10 +262,10 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _PANELS = 8  # in each piece between two ends
 
 
-def _integrated(
+def _integrate(
     f: Callable[[Tensor], Tensor], ends: Float64[Tensor, "n k"]
 ) -> Float64[Tensor, " n"]:
-    """∫ f from the first end to the last, piece by piece: f has its corners at the ends."""
+    """Integrate f from the first end to the last, interval by interval; corners are at the ends."""
     cuts = torch.linspace(0, 1, _PANELS + 1, dtype=torch.float64)
     starts, widths = ends[:, :-1, None], ends.diff(dim=1)[:, :, None]
     edges = starts + widths * cuts

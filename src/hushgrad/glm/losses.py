@@ -1,8 +1,8 @@
-"""Losses ℓ(z, y) of a linear score z = <θ, x>, as values; and penalties on θ.
+"""Losses ℓ(z, y) of a linear score z = <θ, x>, as values, and penalties on θ.
 
-A record's gradient is ℓ'(z, y)·x, so its norm is |ℓ'(z, y)|·‖x‖ and needs no autograd. Labels of
-two classes are −1 and +1, those of several classes 0, 1, …; scores of several classes have one
-column for each. Everything is float64.
+A record's gradient is ℓ'(z, y)·x, so its norm is |ℓ'(z, y)|·‖x‖ and needs no autograd. Labels are
+−1 and +1 for two classes, and 0, 1, … for several; scores of several classes have one column for
+each. Everything is float64.
 """
 
 from __future__ import annotations
@@ -22,14 +22,27 @@ OfScores = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """A loss of a linear score.
+    """A loss of a linear score; `logistic`, `squared`, … make the usual ones, `custom` your own.
 
-    `lipschitz` is the least known bound on |ℓ'| (its Euclidean norm where scores are vectors) and
-    `smoothness` on |ℓ''|; infinite where there is none. `convex` is convexity in the score, and
-    `corners` are the scores at which ℓ' has a corner or a jump.
+    Guarantees: a record's value and derivative depend on its own score and label only. A user's
+    functions are applied to each record separately, so that they cannot look at the others.
 
-    Guarantees: a record's value and derivative depend on its own score and label alone. A function
-    of the user's is mapped over the records, so that it cannot look at the others.
+    Args:
+        name: how guarantees name it.
+        value: ℓ(z, y), one value for each record.
+        derivative: ℓ'(z, y); a vector for each record if scores are vectors.
+        lipschitz: the smallest known bound on |ℓ'| (its Euclidean norm for vectors), or inf.
+        smoothness: the smallest known bound on |ℓ''|, or inf.
+        convex: whether ℓ is convex in the score.
+        vector: whether a record has one score for each class.
+        corners: maps labels to the scores at which ℓ' has a corner or a jump.
+        mapped: whether to apply the functions record by record; False only for the library's.
+
+    Example:
+        >>> loss = logistic()
+        >>> z, y = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        >>> loss.value(z, y), loss.derivative(z, y), loss.lipschitz
+        (tensor([0.6931], dtype=torch.float64), tensor([-0.5000], dtype=torch.float64), 1.0)
     """
 
     name: str
@@ -40,7 +53,7 @@ class ScoreLoss:
     convex: bool = True
     vector: bool = False
     corners: Callable[[Tensor], list[Tensor]] = lambda y: []
-    mapped: bool = True  # False only for the losses below, which take each record by itself
+    mapped: bool = True  # the losses below are False: they are elementwise already
 
     def __post_init__(self) -> None:
         if self.mapped:
@@ -52,28 +65,28 @@ class ScoreLoss:
 
 
 def _each(function: OfScores) -> OfScores:
-    """The function applied to each record by itself."""
+    """Return the function that applies `function` to each record separately."""
 
     def alone(z: Tensor, y: Tensor) -> Tensor:
         return function(z[None], y[None])[0]
 
-    def mapped(z: Tensor, y: Tensor) -> Tensor:
+    def apply(z: Tensor, y: Tensor) -> Tensor:
         if not len(z):
             return function(z, y)
         try:
             return torch.func.vmap(alone)(z, y)
-        except RuntimeError:  # one that branches on its values cannot be vectorised
+        except RuntimeError:  # a function that branches on its values cannot be vectorised
             return torch.stack([alone(*one) for one in zip(z, y, strict=True)])
 
-    return mapped
+    return apply
 
 
-_built = functools.partial(ScoreLoss, mapped=False)
+_library_loss = functools.partial(ScoreLoss, mapped=False)
 
 
 def logistic() -> ScoreLoss:
-    """log(1 + e^(−yz)), for labels −1 and +1."""
-    return _built(
+    """Return the logistic loss log(1 + e^(−yz)), for labels −1 and +1."""
+    return _library_loss(
         "logistic",
         lambda z, y: F.softplus(-y * z),
         lambda z, y: -y * torch.sigmoid(-y * z),
@@ -83,11 +96,11 @@ def logistic() -> ScoreLoss:
 
 
 def multinomial() -> ScoreLoss:
-    """−log softmax(z)_y, for one score of each class.
+    """Return the multinomial loss −log softmax(z)_y, for one score per class.
 
-    ‖ℓ'‖ reaches √2, when all the weight is on a wrong class; √(K/(K−1)) is no bound.
+    ‖ℓ'‖ approaches √2 when all probability is on a wrong class, so √(K/(K−1)) is not a bound.
     """
-    return _built(
+    return _library_loss(
         "multinomial",
         lambda z, y: torch.logsumexp(z, 1) - _of_label(z, y),
         lambda z, y: torch.softmax(z, 1) - _one_hot(z, y),
@@ -98,14 +111,16 @@ def multinomial() -> ScoreLoss:
 
 
 def squared() -> ScoreLoss:
-    """(z − y)²/2; no bound on its slope without one on scores and labels."""
-    return _built("squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0)
+    """Return the squared loss (z − y)²/2, whose slope is unbounded."""
+    return _library_loss(
+        "squared", lambda z, y: (z - y).square() / 2, lambda z, y: z - y, smoothness=1.0
+    )
 
 
 def huber(knot: float = 1.0) -> ScoreLoss:
-    """(z − y)²/2 up to |z − y| = `knot`, and straight beyond."""
+    """Return the Huber loss: (z − y)²/2 up to |z − y| = `knot`, and linear beyond."""
     _require_positive("knot", knot)
-    return _built(
+    return _library_loss(
         f"huber({knot:g})",
         lambda z, y: F.huber_loss(z, y.to(z.dtype), reduction="none", delta=knot),
         lambda z, y: (z - y).clamp(-knot, knot),
@@ -116,8 +131,8 @@ def huber(knot: float = 1.0) -> ScoreLoss:
 
 
 def hinge() -> ScoreLoss:
-    """max(0, 1 − yz), for labels −1 and +1; at the corner the derivative is taken as 0."""
-    return _built(
+    """Return the hinge loss max(0, 1 − yz), for labels −1 and +1; its slope at the corner is 0."""
+    return _library_loss(
         "hinge",
         lambda z, y: (1 - y * z).clamp(min=0),
         lambda z, y: torch.where(y * z < 1, -y, 0.0).to(z.dtype),
@@ -127,7 +142,7 @@ def hinge() -> ScoreLoss:
 
 
 def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
-    """The hinge with a parabola of half-width `width` (h) in the place of its corner.
+    """Return the hinge loss with a parabola of half-width `width` (h) instead of its corner.
 
     Reference: Chaudhuri et al. 2011, Differentially Private Empirical Risk Minimization, eq. (8).
     """
@@ -137,7 +152,7 @@ def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
         inside = (1 + width - y * z).clamp(0, 2 * width)
         return inside.square() / (4 * width) + (1 - width - y * z).clamp(min=0)
 
-    return _built(
+    return _library_loss(
         f"smoothed_hinge({width:g})",
         value,
         lambda z, y: -y * (1 + width - y * z).clamp(0, 2 * width) / (2 * width),
@@ -148,7 +163,7 @@ def smoothed_hinge(width: float = 0.5) -> ScoreLoss:
 
 
 def multiclass_hinge() -> ScoreLoss:
-    """max(0, 1 + the largest score of another class − z_y), for one score of each class.
+    """Return the multiclass hinge loss max(0, 1 + max of the other classes' scores − z_y).
 
     Reference: Crammer and Singer 2001, Multiclass Kernel-based Vector Machines.
     """
@@ -161,7 +176,7 @@ def multiclass_hinge() -> ScoreLoss:
         lost = (1 + rival.amax(1) - _of_label(z, y) > 0).to(z.dtype)[:, None]
         return lost * (_one_hot(z, rival.argmax(1)) - _one_hot(z, y))
 
-    return _built(
+    return _library_loss(
         "multiclass_hinge",
         lambda z, y: (1 + others(z, y).amax(1) - _of_label(z, y)).clamp(min=0),
         derivative,
@@ -171,12 +186,14 @@ def multiclass_hinge() -> ScoreLoss:
 
 
 def poisson() -> ScoreLoss:
-    """e^z − yz: counts with mean e^z; neither slope nor curvature has a bound."""
-    return _built("poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y)
+    """Return the Poisson loss e^z − yz, for counts with mean e^z; its slope is unbounded."""
+    return _library_loss(
+        "poisson", lambda z, y: torch.exp(z) - y * z, lambda z, y: torch.exp(z) - y
+    )
 
 
 def savage() -> ScoreLoss:
-    """1/(1 + e^(yz))², bounded and not convex.
+    """Return the Savage loss 1/(1 + e^(yz))², bounded and not convex.
 
     Reference: Masnadi-Shirazi and Vasconcelos 2008, On the Design of Loss Functions.
     """
@@ -185,8 +202,8 @@ def savage() -> ScoreLoss:
         s = torch.sigmoid(-y * z)
         return -2 * y * s.square() * torch.sigmoid(y * z)
 
-    steepest = (15 - math.sqrt(33)) / 24  # where s of the second derivative turns
-    return _built(
+    steepest = (15 - math.sqrt(33)) / 24  # the s at which |ℓ''| is largest
+    return _library_loss(
         "savage",
         lambda z, y: torch.sigmoid(-y * z).square(),
         derivative,
@@ -197,7 +214,9 @@ def savage() -> ScoreLoss:
 
 
 def tangent() -> ScoreLoss:
-    """(2 arctan(yz) − 1)², bounded and not convex; it also punishes what is too right.
+    """Return the tangent loss (2 arctan(yz) − 1)², bounded and not convex.
+
+    It also penalises scores that are correct by a large margin.
 
     Reference: Masnadi-Shirazi et al. 2010, On the Design of Robust Classifiers.
     """
@@ -206,11 +225,11 @@ def tangent() -> ScoreLoss:
         v = y * z
         return 4 * y * (2 * torch.atan(v) - 1) / (1 + v.square())
 
-    return _built(
+    return _library_loss(
         "tangent",
         lambda z, y: (2 * torch.atan(y * z) - 1).square(),
         derivative,
-        # Found by root finding, rounded up; tests/glm/test_losses.py looks for larger ones.
+        # Found numerically and rounded up; tests/glm/test_losses.py searches for larger ones.
         lipschitz=6.1686,
         smoothness=8.4847,
         convex=False,
@@ -218,7 +237,9 @@ def tangent() -> ScoreLoss:
 
 
 def bi_tempered(t1: float = 0.8, t2: float = 1.2, *, vector: bool = False) -> ScoreLoss:
-    """The bi-tempered logistic loss: bounded for t1 < 1, heavy-tailed for t2 > 1, not convex.
+    """Return the bi-tempered logistic loss: bounded for t1 < 1, heavy-tailed for t2 > 1.
+
+    It is not convex.
 
     With t1 = t2 = 1 it is the logistic or, with `vector`, the multinomial loss. For two classes
     z is the score of +1, and that of −1 is 0.
@@ -239,7 +260,7 @@ def bi_tempered(t1: float = 0.8, t2: float = 1.2, *, vector: bool = False) -> Sc
         escort = p.pow(t2) / p.pow(t2).sum(1, keepdim=True)
         return u - escort * u.sum(1, keepdim=True)
 
-    return _built(
+    return _library_loss(
         f"bi_tempered({t1:g}, {t2:g})",
         value if vector else lambda z, y: value(_two(z), (y > 0).long()),
         derivative if vector else lambda z, y: derivative(_two(z), (y > 0).long())[:, 1],
@@ -260,11 +281,11 @@ def custom(
     convex: bool = False,
     vector: bool = False,
 ) -> ScoreLoss:
-    """A loss of one's own; its derivative is taken by autograd, record by record, if left out.
+    """Return a loss of your own; without a derivative, autograd computes it record by record.
 
-    `lipschitz`, `smoothness` and `convex` are the user's word. Objective and output perturbation
-    rest on them. Clipped gradients do not: they are clipped whatever was stated. Both functions
-    are applied to each record by itself.
+    `lipschitz`, `smoothness` and `convex` are your statements. The privacy of objective and output
+    perturbation depends on them; that of clipped gradients does not, because they are clipped in
+    any case. Both functions are applied to each record separately.
     """
 
     def by_autograd(z: Tensor, y: Tensor) -> Tensor:
@@ -276,7 +297,17 @@ def custom(
 
 @dataclass(frozen=True)
 class Penalty:
-    """A function of the parameters alone, which reads no record and needs no noise."""
+    """A function of the parameters only, which reads no record and so needs no noise.
+
+    Args:
+        name: how guarantees name it.
+        value: its value at θ.
+        gradient: its gradient at θ.
+
+    Example:
+        >>> ridge(0.5).gradient(torch.tensor([2.0]))
+        tensor([1.])
+    """
 
     name: str
     value: Callable[[Tensor], Tensor]
@@ -287,7 +318,7 @@ class Penalty:
 
 
 def ridge(strength: float) -> Penalty:
-    """λ‖θ‖²/2."""
+    """Return the ridge penalty λ‖θ‖²/2."""
     return Penalty(
         f"ridge({strength:g})",
         lambda theta: strength / 2 * theta.square().sum(),
@@ -296,7 +327,7 @@ def ridge(strength: float) -> Penalty:
 
 
 def bounded_ridge(strength: float = 1e-3) -> Penalty:
-    """λ Σ θ²/(1 + θ²), not convex.
+    """Return the bounded penalty λ Σ θ²/(1 + θ²), which is not convex.
 
     Reference: DP-SRM, section 7.1, with λ = 1e-3.
     """
@@ -308,7 +339,7 @@ def bounded_ridge(strength: float = 1e-3) -> Penalty:
 
 
 def _of_label(x: Tensor, y: Tensor) -> Tensor:
-    """The entry of each record's own class."""
+    """Return the entry of each record's own class."""
     return x.gather(1, y.long()[:, None])[:, 0]
 
 
@@ -328,14 +359,14 @@ def _exp_t(u: Tensor, t: float) -> Tensor:
     return u.exp() if t == 1 else (1 + (1 - t) * u).clamp(min=0).pow(1 / (1 - t))
 
 
-_NEWTON = 60  # steps; 9 reach the last bit for 10 classes, and each adds up to 1 to λ
+_NEWTON = 60  # steps; 9 reach the last bit for 10 classes, and each increases λ by at most 1
 
 
 def _tempered_softmax(z: Tensor, t: float) -> Tensor:
-    """exp_t(z − λ), with λ such that the entries add up to 1.
+    """Return exp_t(z − λ), with λ such that the entries add up to 1.
 
-    The sum is convex and falls with λ, so that Newton's method from the largest score, where it is
-    at least 1, comes up to λ and never passes it.
+    The sum is convex and decreasing in λ. So Newton's method, started at the largest score, where
+    the sum is at least 1, approaches λ from below and never overshoots.
     """
     if t == 1:
         return torch.softmax(z, 1)

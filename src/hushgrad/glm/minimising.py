@@ -1,4 +1,4 @@
-"""The minimiser of a strongly convex objective, to a gradient that is certified to be small."""
+"""The minimiser of a strongly convex objective, with a certified bound on its gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hushgrad.types import Refused
 
 _MOST_STEPS = 200
 _HALVINGS = 40
-_DENSE = 2048  # up to so many parameters the Hessian is written out and solved
+_DENSE = 2048  # up to this many parameters the Hessian is a dense matrix
 
 
 def minimiser(
@@ -30,22 +30,22 @@ def minimiser(
     tilt: Float64[Tensor, "classes width"],
     tolerance: float,
 ) -> Float64[Tensor, "classes width"]:
-    """A θ at which Σℓ + Λ‖θ‖²/2 + <tilt, θ> has a gradient of norm at most `tolerance`.
+    """Return a θ at which the gradient of Σℓ + Λ‖θ‖²/2 + <tilt, θ> has norm at most `tolerance`.
 
-    So it is within tolerance/Λ of the minimiser. By Newton's method with the gradient's norm as
-    its measure of progress: of a smooth strongly convex objective every Newton step lessens it.
-    Where a loss has corners in its slope it may get stuck, and accelerated descent goes on, which
-    cannot: giving up would tell of the records.
+    So θ is within tolerance/Λ of the minimiser. It uses Newton's method and measures progress by
+    the gradient's norm, which every damped Newton step decreases for a smooth, strongly convex
+    objective. If the loss's slope has corners, Newton may get stuck; then accelerated descent
+    continues, which cannot. Giving up instead would reveal something about the records.
     """
 
     def gradient(theta: Tensor) -> Tensor:
         slopes = linear_gradients(rows, labels, theta, loss=loss).slopes
-        return rows.combined(slopes) + strength * theta + tilt
+        return rows.combine(slopes) + strength * theta + tilt
 
     theta = torch.zeros_like(tilt)
     now = gradient(theta)
     for _ in range(_MOST_STEPS):
-        # Half of it is left for rounding in the gradient itself.
+        # The other half of the tolerance covers rounding in the gradient.
         if now.norm() <= tolerance / 2:
             return theta
         step = _newton_step(rows, labels, theta, now, loss=loss, strength=strength)
@@ -59,20 +59,20 @@ def minimiser(
             break
         theta, now = theta - share * step, moved
     steepest = strength + loss.smoothness * float(rows.sq_norms.sum())
-    return _descended(gradient, theta, strength, steepest, tolerance)
+    return _accelerated_descent(gradient, theta, strength, steepest, tolerance)
 
 
-def _descended(
+def _accelerated_descent(
     gradient: Callable[[Tensor], Tensor],
     theta: Tensor,
     strength: float,
     steepest: float,
     tolerance: float,
 ) -> Tensor:
-    """The same by accelerated descent, in a number of steps that its rate proves to suffice.
+    """Do the same by accelerated descent, in a number of steps that is proved to suffice.
 
-    With κ = steepest/Λ, F − F* falls by 1 − 1/√κ a step from at most ‖∇F‖²/Λ, and ‖∇F‖² is at most
-    2·steepest·(F − F*).
+    With κ = steepest/Λ, each step multiplies the bound on F − F*, initially ‖∇F‖²/Λ, by 1 − 1/√κ,
+    and ‖∇F‖² is at most 2·steepest·(F − F*).
 
     Reference: Nesterov 2018, Lectures on Convex Optimization, Theorem 2.2.3.
     """
@@ -87,9 +87,9 @@ def _descended(
         if now.norm() <= tolerance / 2:
             return theta
     raise Refused(
-        f"expected a minimiser with a gradient below {tolerance / 2:.3g}, which the proof needs, "
-        "and did not find it, though a loss that is as convex and smooth as it states has one; "
-        'check the loss, raise the regularization, or use algorithm "sgd"'
+        f"expected to find a minimiser with a gradient below {tolerance / 2:.3g}, which the proof "
+        "needs, but got none: the loss is not as convex and smooth as it states; check the loss, "
+        'raise the regularization, or use algorithm "sgd"'
     )
 
 
@@ -102,7 +102,7 @@ def _newton_step(
     loss: ScoreLoss,
     strength: float,
 ) -> Tensor:
-    """H⁻¹·gradient, H the Hessian of the regularised objective."""
+    """Return H⁻¹·gradient, H the Hessian of the regularised objective."""
     z = rows.scores(theta)
     y = torch.cat([labels, labels.new_zeros(len(z) - rows.count)])
     if theta.numel() <= _DENSE:
@@ -114,7 +114,7 @@ def _newton_step(
         direction = torch.from_numpy(np.ascontiguousarray(v)).reshape(theta.shape)
         along = rows.scores(direction)
         bent = torch.func.jvp(lambda s: _slopes(s, y, loss), (z,), (along,))[1]
-        return (rows.combined(bent) + strength * direction).reshape(-1).numpy()
+        return (rows.combine(bent) + strength * direction).reshape(-1).numpy()
 
     size = theta.numel()
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
@@ -127,7 +127,7 @@ def _slopes(z: Tensor, y: Tensor, loss: ScoreLoss) -> Tensor:
 
 
 def _curvatures(z: Tensor, y: Tensor, loss: ScoreLoss) -> Float64[Tensor, "n k k"]:
-    """ℓ''(z) of each record: one column for each direction of the scores."""
+    """Return ℓ''(z) of each record: one column for each direction of the scores."""
     columns = []
     for axis in torch.eye(z.shape[1], dtype=z.dtype):
         along = axis.expand_as(z).contiguous()

@@ -333,7 +333,7 @@ def _released(
             fingerprint=fingerprint(budget.salt),
         )
     if entry is not None:
-        entry.ahead(1)
+        entry.reserve(1)
     try:
         query.bounded()
     except BaseException:

@@ -1,8 +1,8 @@
-"""The rows x of all records: scaled to a stated bound once, with their norms, dense or sparse.
+"""The feature rows x of all records, scaled once to a stated bound, with their norms.
 
-A record's score is one row's product, whoever stands beside it. Kernels change the order of their
-sums with the shape of a matrix, so rows are padded with zeros to multiples of 64, columns of θ
-too, and worked on in parts of at most 1024; scipy's sparse products go row by row.
+A record's score must be bit-identical whatever the other records are. Kernels choose the order of
+their sums by the shape of the matrix, so rows are padded with zeros to multiples of 64, columns of
+θ to multiples of 8, and processed in parts of at most 1024; scipy's sparse products go row by row.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hushgrad.numerics import square_norms
 MULTIPLE = 64
 """Parts have a multiple of this many rows; the last ones may be zeros.
 
-Functions of an entry, such as a sigmoid, come in vectors of 16 with their last entries one by one,
-by other instructions that round otherwise; 8 rows were seen to be too few.
+Elementwise functions such as a sigmoid process 16 entries at a time and the remaining ones
+singly, with other instructions that round differently; a multiple of 8 was measured to be too few.
 """
 
 _COLUMNS = 8  # θ is padded to a multiple of this many columns
 
 PART = 1024
-"""The most records that are worked on at once."""
+"""The largest number of records that are processed at once."""
 
 LONGEST = 1 + 2.0**-40
-"""A row that was scaled to norm 1 is no longer than this."""
+"""An upper bound on the norm of a row that was scaled to norm 1."""
 
 
 @runtime_checkable
 class RowSource(Protocol):
-    """RowSource of records, `count` of them and then zeros."""
+    """Rows of features: `count` records, followed by rows of zeros."""
 
     @property
     def count(self) -> int:
@@ -46,30 +46,30 @@ class RowSource(Protocol):
 
     @property
     def width(self) -> int:
-        """How many numbers a row has, the constant for the intercept included."""
+        """The number of columns, including the constant for the intercept."""
 
     @property
     def sq_norms(self) -> Float64[Tensor, " padded"]:
-        """Upper bounds on ‖x‖², zeros included."""
+        """Upper bounds on ‖x‖², including the padding."""
 
     def take(self, positions: slice | ndarray) -> RowSource:
-        """The rows at these positions, or of a slice that begins at a multiple of `MULTIPLE`."""
+        """Return the rows at these positions; a slice must begin at a multiple of `MULTIPLE`."""
 
     def scores(self, theta: Float64[Tensor, "classes width"]) -> Float64[Tensor, "padded classes"]:
-        """<θ_k, x> for every row and class."""
+        """Return <θ_k, x> for every row and class."""
 
-    def combined(
+    def combine(
         self, weights: Float64[Tensor, "padded classes"]
     ) -> Float64[Tensor, "classes width"]:
-        """Σ weight·x for every class."""
+        """Return Σ weight·x for every class."""
 
     def gram(self, weights: Float64[Tensor, " padded"]) -> Float64[Tensor, "width width"]:
-        """Σ weight·xxᵀ."""
+        """Return Σ weight·xxᵀ."""
 
 
 @dataclass(frozen=True)
 class DenseRows:
-    """RowSource in a tensor, padded to a multiple of `MULTIPLE`; the last one is always zeros."""
+    """Rows in a tensor, padded to a multiple of `MULTIPLE`; the last row is always zeros."""
 
     x: Float64[Tensor, "padded width"]
     sq_norms: Float64[Tensor, " padded"]
@@ -82,7 +82,7 @@ class DenseRows:
     def take(self, positions: slice | ndarray) -> DenseRows:
         if isinstance(positions, slice):
             start, stop, _ = positions.indices(self.count)
-            if stop < self.count and (stop - start) % MULTIPLE:  # what follows is not zeros
+            if stop < self.count and (stop - start) % MULTIPLE:  # the padding would be records
                 return self.take(np.arange(start, stop))
             cut = slice(start, start + _padded(stop - start))
             return DenseRows(self.x[cut], self.sq_norms[cut], stop - start)
@@ -98,7 +98,7 @@ class DenseRows:
             return scores_of(self.x, theta)
         return torch.cat([scores_of(part, theta) for part in self.x.split(PART)])
 
-    def combined(self, weights: Tensor) -> Tensor:
+    def combine(self, weights: Tensor) -> Tensor:
         return weights.T @ self.x
 
     def gram(self, weights: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows in a scipy matrix of compressed rows; they need no padding."""
+    """Rows in a scipy CSR matrix, which need no padding."""
 
     x: Any
     sq_norms: Float64[Tensor, " padded"]
@@ -128,7 +128,7 @@ class SparseRows:
     def scores(self, theta: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.x @ theta.numpy().T))
 
-    def combined(self, weights: Tensor) -> Tensor:
+    def combine(self, weights: Tensor) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray((self.x.T @ weights.numpy()).T))
 
     def gram(self, weights: Tensor) -> Tensor:
@@ -139,9 +139,10 @@ class SparseRows:
 def scores_of(
     x: Float[Tensor, "n width"], theta: Float[Tensor, "classes width"]
 ) -> Float[Tensor, "n classes"]:
-    """<θ_k, x>, with the same bits for a row among any `MULTIPLE` of them.
+    """Return <θ_k, x>, bit-identical for a row whatever the other rows are.
 
-    One kernel for every shape: with 3 columns, or transposed ones, bits change with the rows.
+    One kernel serves every shape: with 3 columns, or transposed ones, the rounding would depend on
+    the number of rows.
     """
     if len(theta) == 1:
         return x.mv(theta[0])[:, None]
@@ -151,11 +152,14 @@ def scores_of(
 
 
 def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -> RowSource:
-    """Rows divided by `feature_norm`, shortened to norm 1 where longer, and a constant behind.
+    """Divide rows by `feature_norm`, scale longer ones to norm 1, and append a constant.
 
-    `features` is an array, a tensor or a scipy sparse matrix; `intercept` the constant, none if 0.
-    `feature_norm` is the user's statement of how long a row may be; it is never read off the data.
-    A row that is not finite, or whose square is not, becomes 0: it counts for nothing.
+    A row that is not finite, or whose squared norm is not, becomes 0 and contributes nothing.
+
+    Args:
+        features: an array, a tensor or a scipy sparse matrix.
+        feature_norm: the user's statement of how long a row can be; never computed from the data.
+        intercept: the constant to append; 0 appends none.
     """
     if not (math.isfinite(feature_norm) and feature_norm > 0):
         raise ValueError(
@@ -174,18 +178,18 @@ def scaled_rows(features: Any, *, feature_norm: float, intercept: float = 0.0) -
         row = padded[start : start + len(part)]
         row[:, :width] = torch.where(finite[:, None], part, 0.0) * factor[:, None]
         if intercept:
-            row[:, width] = intercept * (factor > 0).double()  # a bool alone gives a float32
+            row[:, width] = intercept * (factor > 0).double()  # float · bool would be a float32
     return DenseRows(padded, square_norms(padded).upper, records)
 
 
 def _shortening(part: Float64[Tensor, "n p"]) -> Float64[Tensor, " n"]:
-    """What each row is multiplied by: 1, or 1 ÷ its norm where that is above 1."""
+    """Return each row's factor: 1, or 1 ÷ its norm if that is above 1."""
     return square_norms(part).upper.sqrt().clamp(min=1.0).reciprocal()
 
 
 def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
     x = sparse.csr_array(features, dtype=np.float64, copy=True)
-    x.sum_duplicates()  # a row's squares are those of its entries
+    x.sum_duplicates()  # norms are computed from stored entries, which must be unique
     with np.errstate(over="ignore"):
         x.data /= feature_norm
     bad = np.zeros(x.shape[0], dtype=bool)
@@ -201,11 +205,11 @@ def _sparse(features: Any, feature_norm: float, intercept: float) -> SparseRows:
 
 
 def _sparse_squares(x: Any) -> Float64[ndarray, " n"]:
-    """Upper bounds on the rows' squared norms: one after the other, rounded up."""
+    """Return upper bounds on the rows' squared norms, added one by one and rounded up."""
     squares, places = np.zeros(x.shape[0]), np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
     with np.errstate(over="ignore"):
         np.add.at(squares, places, np.square(x.data))
-    entries = np.diff(x.indptr)  # of each row by itself: no other record moves its bound
+    entries = np.diff(x.indptr)  # per row, so that a bound does not depend on other records
     lost = entries * float(np.finfo(np.float64).tiny)
     upper: Float64[ndarray, " n"] = squares * (1 + (entries + 8) * 2.0**-53) + lost
     return upper

@@ -1,4 +1,4 @@
-"""The guarantee of a fitted linear model, with everything that its two numbers rest on."""
+"""The guarantee of a fitted linear model, with everything that ε and δ depend on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NEIGHBOURS = {
 
 @dataclass(frozen=True)
 class GlmGuarantee:
-    """(ε, δ)-DP of a fit, and under which relation, sampling, accountant and assumptions.
+    """The (ε, δ)-DP guarantee of a fit: relation, sampling, accountant and assumptions.
 
-    `spent` and `delta` are those of this fit and of the fits that this process is known to have
-    made before on shares of the same records, `fits` of them in all, added up; `alone` is (ε, δ)
-    of this fit, its ε by the accountant and at most what was asked for. With a seed nothing is
-    private, and `epsilon` is infinite.
+    `spent` and `delta` add up this fit and the earlier fits that this process is known to have
+    made on some of the same records; `fits` counts them all. `alone` is (ε, δ) of this fit, with ε
+    by the accountant, at most what was asked for. With a public seed nothing is private, and
+    `epsilon` is infinite.
     """
 
     spent: float
@@ -38,7 +38,7 @@ class GlmGuarantee:
 
     @property
     def epsilon(self) -> float:
-        """What the fits cost together; infinite without secrecy."""
+        """ε of all fits together; infinite if the seed is public."""
         return math.inf if self.reproducible else self.spent
 
     @property
@@ -48,15 +48,15 @@ class GlmGuarantee:
 
     @property
     def alone(self) -> tuple[float, float]:
-        """(ε, δ) of this fit by itself, had its records been used for nothing else."""
+        """(ε, δ) of this fit alone, as if its records had been used for nothing else."""
         return self.spent - self.earlier.epsilon, self.delta - self.earlier.delta
 
     def with_public(self, what: str) -> GlmGuarantee:
-        """The same, with one thing more that is taken to be public."""
+        """Return the guarantee with one more assumption of what is public."""
         return replace(self, public=(*self.public, what))
 
     def after(self, earlier: Earlier) -> GlmGuarantee:
-        """The same, with what was fitted before on shares of the same records."""
+        """Return the guarantee with the cost of earlier fits on the same records added."""
         return replace(
             self,
             spent=self.spent + earlier.epsilon,

@@ -1,4 +1,14 @@
-"""Per-sample gradients, certified for the model before they are used."""
+"""Per-sample gradients, certified for the model before they are used.
+
+- `per_sample(loss, params, batch)` takes them; `gradients_of(objective, batch)` does the same for
+  whoever has an `Objective` at hand. `certificate_for` only certifies.
+- `traced`, `dense`, `loop`, `recomputed`, `compiled` are the forms, `auto` the first that serves.
+- `rule` and `operation` teach the form `traced` an operation of one's own.
+- `constant` declares what is the same for every batch; `observe` takes other values of records.
+
+Two more modules are for others: `gradients.factors`, for gradients in closed form, and
+`gradients.reference`, for comparisons with runs of one record. All else is the room's own.
+"""
 
 from __future__ import annotations
 

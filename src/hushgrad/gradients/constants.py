@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hushgrad.batches.nested import is_leaf, parts_of, rebuilt
+from hushgrad.batches.nested import is_leaf, parts_of, rebuild
 from hushgrad.types import Batch, Refused
 
 Value = TypeVar("Value")
@@ -104,7 +104,7 @@ def _open(tree: Any, name: str) -> tuple[Any, BatchStructure]:
         value, form = _open(part, name + label)
         values.append(value)
         forms.append((label, form))
-    return rebuilt(tree, values), (type(tree), *forms)
+    return rebuild(tree, values), (type(tree), *forms)
 
 
 def _form(value: Any) -> BatchStructure:

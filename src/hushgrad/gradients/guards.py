@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hushgrad.numerics import same_bits
-from hushgrad.parallel.single import spread
+from hushgrad.parallel.single import spread_kind
 from hushgrad.types import NotCovered, Params, Refused
 
 WatchedKey = tuple[int, str]
@@ -335,7 +335,7 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
         )
     seen: dict[int, str] = {}
     for name, p in params.items():
-        if kind := spread(p):
+        if kind := spread_kind(p):
             raise Refused(
                 f"the parameter {name} is a {kind}, whose values lie in several processes (FSDP, "
                 "tensor parallelism); build the model without it and train it in one process"

@@ -105,7 +105,7 @@ def gradients_of(
         return _no_gradients(objective.params)
     with name_bad_indices():
         batch = _structures.check(batch, objective.loss, objective.params)
-        batch = records.laid_out(batch)
+        batch = records.lay_out(batch)
         # Everything that decides which operations run: a known key may replay its certificate.
         key = fingerprint(objective, forms, batch)
         known = _certificates.get(key)
@@ -241,7 +241,7 @@ def certificate_for(
     refuse_meta(params, batch)
     with name_bad_indices():
         batch, _ = unwrap_constants(batch)
-        return _certify(objective, _as_tuple(form), records.laid_out(batch))
+        return _certify(objective, _as_tuple(form), records.lay_out(batch))
 
 
 def forget_structure(params: Params) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hushgrad.algorithms.algorithm import Parts
+from hushgrad.algorithms.algorithm import AlgorithmParts
 from hushgrad.algorithms.named import NAMED
 from hushgrad.clipping.named import CLIPS
 from hushgrad.data import CLASSIFIED
@@ -124,7 +124,7 @@ def classifier(
     rate = _learning_rate(model, lr)
     if chosen.own_step:  # SGD at rate 1 takes the step that the algorithm returns as it is
         rate, momentum = 1.0, 0.0
-    metered = Parts.of(chosen.algorithm).carries_metrics
+    metered = AlgorithmParts.of(chosen.algorithm).carries_metrics
     watched = Metrics(watched=("accuracy",)) if metered else None
     return Recipe(
         model=network,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hushgrad.files import written_whole
+from hushgrad.files import open_atomically
 from hushgrad.run.metrics import Reading
 from hushgrad.run.odometer import LABEL, Odometer
 from hushgrad.run.plan import Plan
@@ -45,7 +45,7 @@ def save_curves(plan: Plan, readings: Sequence[Reading], path: Path, *, steps: i
     _draw_epsilon(axes[-1], plan, steps)
     for axis in axes:
         axis.grid(alpha=0.3)
-    with written_whole(path) as file:
+    with open_atomically(path) as file:
         figure.savefig(file, format=path.suffix[1:])
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save
 
 from hushgrad.batches.records import count
-from hushgrad.files import write_text, written_whole
+from hushgrad.files import open_atomically, write_text
 from hushgrad.launch.curves import save_curves
 from hushgrad.launch.loop import Outcome
 from hushgrad.launch.preflight import UNCOUNTED
@@ -113,7 +113,7 @@ def write_end(outcome: Outcome, recipe: Recipe, folder: Path, request: Request) 
         name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, x in recipe.model.state_dict().items()
     }
-    with written_whole(folder / "model.safetensors") as file:
+    with open_atomically(folder / "model.safetensors") as file:
         file.write(save(tensors))
     write_progress(outcome.run, folder)
     found = result(outcome, request, folder)

@@ -1,4 +1,4 @@
-"""What was spent on a data set, remembered over all runs on it, in a file that outlives a crash.
+"""The privacy ledger: a file that records, across runs and crashes, what each data set has spent.
 
 A budget is charged before anything is released:
 
@@ -6,11 +6,12 @@ A budget is charged before anything is released:
     ledger.set_budget("census", epsilon=3, delta=1e-5)
     budget = ledger.budget("census")
     entry = budget.open(spend, label="first try", plan={}, fingerprint="")
-    entry.ahead(64)                      # steps 0 to 63 may be released from here on
+    entry.reserve(64)                    # steps 0 to 63 may be released from here on
     entry.settle(steps=64, event=None)
 
-Costs add up by a filter that holds although runs are chosen after seeing earlier ones: `total()`,
-the sum of ε and of δ over whole runs, or `renyi(order)`, which gives back the steps not taken.
+Costs add up by a filter, a composition rule that stays valid when runs are chosen adaptively, after
+seeing earlier results: `total()` sums ε and δ over whole runs, and `renyi(order)` sums Rényi DP and
+refunds steps that were not taken.
 """
 
 from hushgrad.ledger.budget import Budget

@@ -1,4 +1,4 @@
-"""A run's entry in the ledger: reserved ahead, noted as it goes, settled at its end."""
+"""A run's entry in the ledger: steps are reserved in advance, recorded, and settled at the end."""
 
 from __future__ import annotations
 
@@ -22,25 +22,46 @@ from hushgrad.ledger.records import (
     Charge,
     RunRow,
     add_charge,
+    add_history,
     as_text,
-    loaded,
+    load_account,
     now,
-    remember,
-    sealed,
+    renew_seal,
 )
 from hushgrad.ledger.rules import Amounts
 from hushgrad.ledger.spending import Spend
 from hushgrad.types import Refused
 
 UNKNOWN = b""
-"""The digest of a step of which a loss of power may have taken the real one."""
+"""The digest of a step whose real digest may have been lost in a power failure."""
 
 
 class Entry:
-    """A run that is charged to a budget.
+    """A run that is charged to a budget; `Budget.open` and `Budget.resume` return it.
 
-    One process at a time carries a run on: the one that opened it, until another resumes it.
-    Whatever the first would write after that is refused. An entry without a holder only reads.
+    Guarantees: one process at a time holds a run: the one that opened it, until another resumes
+    it. Later writes of the first are refused. An entry without a holder is read-only.
+
+    Args:
+        file: the ledger's file.
+        budget: the data set's name.
+        identity: the run's id.
+        holder: a token that identifies the process that holds the run; None to read only.
+
+    Example:
+        >>> import tempfile
+        >>> from hushgrad.accounting import gaussian
+        >>> from hushgrad.ledger import Ledger
+        >>> from hushgrad.types import Relation
+        >>> ledger = Ledger(tempfile.mkdtemp() + "/ledger.sqlite")
+        >>> budget = ledger.set_budget("census", epsilon=3, delta=1e-5)
+        >>> cost = Spend(gaussian(4.0), Relation.ADD_REMOVE, epsilon=1.0, delta=1e-6)
+        >>> entry = budget.open(cost, label="first try", plan={}, fingerprint="")
+        >>> entry.reserve(1)
+        >>> entry.note(0, b"digest of the release")
+        >>> entry.settle(steps=1, event=None)
+        >>> entry.settled, budget.spent
+        (True, {'epsilon': 1.0, 'delta': 1e-06})
     """
 
     def __init__(self, file: File, budget: str, identity: str, holder: str | None) -> None:
@@ -49,7 +70,7 @@ class Entry:
 
     @property
     def position(self) -> int:
-        """The steps below this may have been released."""
+        """The number of reserved steps: all steps below it may have been released."""
         return self._row().position
 
     @property
@@ -59,9 +80,9 @@ class Entry:
 
     @property
     def copied(self) -> bool:
-        """True if the ledger is a copy, made after the run was last begun or resumed.
+        """True if the ledger's file was copied since the run was last opened or resumed.
 
-        The run may then have gone on by the other ledger, and this one knows nothing of that.
+        Then the run may have continued with the other copy, which this ledger cannot know.
         """
         asked = "SELECT inode FROM homes WHERE entry = ?"
         with self._file.reading() as connection:
@@ -74,76 +95,93 @@ class Entry:
         account = self._account()
         return [c.spend(account.relation) for c in account.charges if c.entry == self.id]
 
-    def ahead(self, upto: int) -> None:
-        """Reserve: the steps below `upto` may be released once this has returned."""
+    def reserve(self, upto: int) -> None:
+        """Reserve the steps below `upto`: they may be released once this has returned.
+
+        Raises:
+            Refused: if the run is settled, or another process holds it.
+        """
         with self._holding() as (connection, _):
-            row = _found(loaded(connection, self._budget, self._file.path), self.id)
+            row = _found(load_account(connection, self._budget, self._file.path), self.id)
             if upto > row.position and row.settled is not None:
                 raise Refused(
-                    f"expected a run that goes on, got {self.id}, which was settled at "
+                    f"expected a run that is not over, got {self.id}, which was settled at "
                     f"{row.settled} with {row.position} steps paid for; start another run"
                 )
             self._update(connection, "position = ?", max(upto, row.position))
-            sealed(connection, self._budget)
+            renew_seal(connection, self._budget)
 
     def digests(self, step: int) -> list[bytes]:
-        """The digests of what was released at this step before, oldest first.
+        """Return the digests of this step's earlier releases, oldest first.
 
-        A step that was reserved before the machine went down, and has none, may have lost it:
-        it has the digest `UNKNOWN`, which equals no other.
+        A step that was reserved before the machine went down, and has no digest, may have lost it:
+        then the result is `UNKNOWN`, which equals no digest.
         """
         asked = "SELECT digest FROM digests WHERE entry = ? AND step = ? ORDER BY number"
         with self._file.reading() as connection:
             found = connection.execute(asked, (self.id, step)).fetchall()
             row = _row(connection, self.id)
-        doubt = row.doubt if row.boot == boot() else row.position
+        doubt = row.doubt if row.boot == boot_id() else row.position
         return [bytes(digest) for (digest,) in found] or [UNKNOWN] * (step < doubt)
 
     def note(self, step: int, digest: bytes) -> None:
-        """Keep the digest of a release, before the release is used. The same one is kept once.
+        """Record the digest of a release before the release is used; duplicates are ignored.
 
-        It outlives the process, and not a loss of power: `digests` then says that it is unknown.
-        A settled run may only be replayed: a digest that it does not have is refused.
+        It survives a kill of the process, but maybe not a power failure: then `digests` returns
+        `UNKNOWN`.
+
+        Raises:
+            Refused: if the step is not reserved, or the run is settled and the digest is new.
         """
         with self._holding(durable=False) as (connection, row):
             if not 0 <= step < row.position:
                 raise Refused(
                     f"expected a step that is reserved, below {row.position}, got {step}; call "
-                    "ahead first"
+                    "reserve first"
                 )
             known = "SELECT 1 FROM digests WHERE entry = ? AND step = ? AND digest = ?"
             if connection.execute(known, (self.id, step, digest)).fetchone():
                 return
             if row.settled is not None:
-                raise over(row, f"another release of step {step}")
+                raise settled_refusal(row, f"another release of step {step}")
             connection.execute(
                 "INSERT INTO digests (entry, step, digest) VALUES (?, ?, ?)",
                 (self.id, step, digest),
             )
 
     def charge(self, spend: Spend, *, reason: str) -> None:
-        """Charge an extra cost of this run before it is released; refused if there is no room."""
+        """Charge a further cost of this run before it releases anything for it.
+
+        Raises:
+            Refused: if it would exceed the budget, or the run is settled.
+        """
         with self._holding() as (connection, row):
             if row.settled is not None:
-                raise over(row, "a charge for what it would release besides")
-            account = loaded(connection, self._budget, self._file.path)
+                raise settled_refusal(row, "a charge for a further release")
+            account = load_account(connection, self._budget, self._file.path)
             charge_more(connection, account, self.id, spend, reason=reason)
-            sealed(connection, self._budget)
+            renew_seal(connection, self._budget)
 
     def settle(self, *, steps: int, event: DpEvent | None) -> None:
-        """End the run after `steps` steps that did `event` together; what is unused may come back.
+        """End the run; unused cost may be refunded.
 
-        Under `total` the plan's cost stays, unless nothing was ever reserved and the number of
-        steps was not drawn. Under `renyi` the
-        cost becomes that of `event`, or of as many steps as may have been released: those that
-        were noted, and those reserved before this process took over. Where that cannot be told
-        from `event`, or `event` is None, or the number of steps was drawn, the plan's cost stays.
-        A settled run stays as it is: its steps may be replayed, and no more may be reserved.
+        Under `total` the plan's cost stays, unless no step was ever reserved. Under `renyi` the
+        cost becomes that of the steps that may have been released: those taken, those recorded,
+        and those reserved before this process took over. The plan's cost stays if that cannot be
+        computed from `event`, or if the number of steps was drawn at random. After that the run
+        can only be replayed; settling again does nothing.
+
+        Args:
+            steps: the number of steps that were taken.
+            event: what these steps cost together, or None if unknown.
+
+        Raises:
+            ValueError: if more steps were taken than reserved.
         """
         with self._holding() as (connection, held):
             if held.settled is not None:
                 return
-            account = loaded(connection, self._budget, self._file.path)
+            account = load_account(connection, self._budget, self._file.path)
             row = _found(account, self.id)
             if not 0 <= steps <= row.position:
                 raise ValueError(
@@ -152,17 +190,19 @@ class Entry:
                 )
             plan = next(c for c in account.charges if (c.entry, c.reason) == (self.id, PLAN))
             least = max(steps, row.floor, self._noted(connection))
-            cost = _settled_cost(account, row, plan, done=_done(event, steps, least))
+            cost = _settled_cost(account, row, plan, done=_least_done(event, steps, least))
             if cost != plan.cost:
-                # Only what is still paid for may be replayed.
+                # From now on only the steps that are still paid for may be replayed.
                 self._update(connection, "position = ?", least)
                 connection.execute(
                     "UPDATE charges SET cost = ? WHERE number = ?", (as_text(cost), plan.number)
                 )
             self._update(connection, "steps = ?, settled = ?", steps, now())
             given_back = "" if cost == plan.cost else ", unused cost given back"
-            remember(connection, self._budget, self.id, f"settled after {steps} steps{given_back}")
-            sealed(connection, self._budget)
+            add_history(
+                connection, self._budget, self.id, f"settled after {steps} steps{given_back}"
+            )
+            renew_seal(connection, self._budget)
 
     def _noted(self, connection: sqlite3.Connection) -> int:
         asked = "SELECT MAX(step) FROM digests WHERE entry = ?"
@@ -171,19 +211,19 @@ class Entry:
 
     def _account(self) -> Account:
         with self._file.reading() as connection:
-            return loaded(connection, self._budget, self._file.path)
+            return load_account(connection, self._budget, self._file.path)
 
     def _row(self) -> RunRow:
         return _found(self._account(), self.id)
 
     def require_held(self) -> None:
-        """Refuse what this process would do if another one has the run by now."""
+        """Raise `Refused` if another process has taken over the run."""
         with self._file.reading() as connection:
             self._require_holder(_row(connection, self.id))
 
     @contextmanager
     def _holding(self, *, durable: bool = True) -> Iterator[tuple[sqlite3.Connection, RunRow]]:
-        """A transaction of the one process that carries the run on, and the run's row in it."""
+        """Begin a transaction, check that this process holds the run, and yield the run's row."""
         with self._file.writing(durable=durable) as connection:
             row = _row(connection, self.id)
             self._require_holder(row)
@@ -192,18 +232,18 @@ class Entry:
     def _require_holder(self, row: RunRow) -> None:
         if self._holder is None:
             raise Refused(
-                f"expected a run that this process carries on, got {self.id}, which it only reads; "
+                f"expected a run that this process holds, got {self.id}, which it only reads; "
                 "resume it first, with Budget.resume"
             )
         if row.holder != self._holder:
             raise Refused(
-                f"expected to be the only process that carries on the run {self.id}, got "
-                "another that has taken it over; end this one"
+                f"expected this process to hold the run {self.id}, got another process that has "
+                "taken it over; end this one"
             )
         if self._process != os.getpid():
             raise Refused(
                 f"expected the process that began or resumed the run {self.id}, got one that was "
-                "forked from it; go on in the first, or resume the run"
+                "forked from it; continue in the parent process, or resume the run"
             )
 
     def _update(self, connection: sqlite3.Connection, changes: str, *values: int | str) -> None:
@@ -211,15 +251,15 @@ class Entry:
 
 
 def take_over(connection: sqlite3.Connection, row: RunRow, *, home: str) -> str:
-    """Make the caller the one that carries the run on; returns what it is known by from now on.
+    """Make the caller the holder of the run, and return its token.
 
-    Whatever may have been released so far, by anyone, is below the row's position from here on.
+    From then on, everything that any process may have released is below the row's position.
     """
     token = secrets.token_hex(8)
-    doubt = row.doubt if row.boot == boot() else row.position
+    doubt = row.doubt if row.boot == boot_id() else row.position
     connection.execute(
         "UPDATE entries SET holder = ?, floor = ?, doubt = ?, boot = ? WHERE id = ?",
-        (token, row.position, doubt, boot(), row.id),
+        (token, row.position, doubt, boot_id(), row.id),
     )
     connection.execute("INSERT OR REPLACE INTO homes VALUES (?, ?)", (row.id, home))
     return token
@@ -228,18 +268,18 @@ def take_over(connection: sqlite3.Connection, row: RunRow, *, home: str) -> str:
 def charge_more(
     connection: sqlite3.Connection, account: Account, run: str, spend: Spend, *, reason: str
 ) -> None:
-    """Charge a run more than its plan, within a transaction; refused if there is no room."""
+    """Charge a run more than its plan, within a transaction; raises if that exceeds the budget."""
     if not reason or reason == PLAN:
-        raise ValueError(f"expected a reason for the charge, got {reason!r}; say it in words")
+        raise ValueError(f"expected a reason for the charge, got {reason!r}; describe it in words")
     cost = account.cost(spend)
     account.require_room(cost)
     add_charge(connection, run, spend, cost, reason=reason)
     what = f"charged ({spend.epsilon:.6g}, {spend.delta:.6g})-DP: {reason}"
-    remember(connection, account.name, run, what)
+    add_history(connection, account.name, run, what)
 
 
-def over(row: RunRow, got: str) -> Refused:
-    """The refusal of what would add to a run that is settled."""
+def settled_refusal(row: RunRow, got: str) -> Refused:
+    """Return the refusal of an addition to a run that is settled."""
     return Refused(
         f"expected at most a replay of the run {row.id}, which was settled at {row.settled}, got "
         f"{got}; start another run"
@@ -247,8 +287,8 @@ def over(row: RunRow, got: str) -> Refused:
 
 
 @functools.cache
-def boot() -> str:
-    """What tells one run of the machine from the next; where unknown, one process from the next."""
+def boot_id() -> str:
+    """Return an identifier of the machine's current boot; if unknown, one of this process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -264,8 +304,8 @@ def _found(account: Account, identity: str) -> RunRow:
     return next(row for row in account.rows if row.id == identity)
 
 
-def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
-    """What may have been done at least, from what was done in `steps`; None if it is not known."""
+def _least_done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
+    """Return the event of the first `least` steps, given that of `steps`; None if unknown."""
     if least == 0:
         return NoOpDpEvent()
     if event is None or least <= steps:
@@ -276,9 +316,9 @@ def _done(event: DpEvent | None, steps: int, least: int) -> DpEvent | None:
 
 
 def _settled_cost(account: Account, row: RunRow, plan: Charge, *, done: DpEvent | None) -> Amounts:
-    # Where the steps were drawn beforehand, the cost is that of the draw: giving back what a
-    # small number leaves over, and no more than the draw's for a large one, would under-count.
-    # Nor is a run given back that took no step: the number is known, and could be drawn anew.
+    # If the number of steps was drawn at random, the cost is that of the mixture. Refunding small
+    # draws, while large ones cost no more than the mixture, would under-count. A run without steps
+    # is not refunded either: its drawn number is known, and the user could draw again.
     if MixedDpEvent.__name__ in plan.event:
         return plan.cost
     if row.position == 0:
@@ -290,7 +330,7 @@ def _settled_cost(account: Account, row: RunRow, plan: Charge, *, done: DpEvent 
     cost = account.cost(Spend(done, account.relation, plan.epsilon, plan.delta))
     if any(done_now > planned for done_now, planned in zip(cost, plan.cost, strict=True)):
         raise Refused(
-            "expected at most what the plan costs, got an event that costs more; charge what was "
-            "done beyond the plan before it is released"
+            "expected at most what the plan costs, got an event that costs more; charge further "
+            "costs before their release"
         )
     return cost

@@ -1,7 +1,7 @@
-"""The ledger's file: made whole or not at all, and written in transactions.
+"""The ledger's file: SQLite in write-ahead mode, created atomically and written in transactions.
 
-SQLite in write-ahead mode. A durable transaction has reached the disk when it returns; one that is
-not has reached the operating system, so that it outlives the process but not a loss of power.
+A durable transaction is on the disk when it returns. Any other has reached the operating system, so
+it survives a kill of the process but perhaps not a power failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from hushgrad.types import Refused
 
 ENDINGS = ("", "-wal", "-shm")
-"""What the names of a ledger's files end with; SQLite has the last two while it is in use."""
+"""The suffixes of a ledger's files; SQLite has the last two while the ledger is in use."""
 
 _APPLICATION = 0x68756C65  # "hule", SQLite's application_id
 _VERSION = 2
@@ -28,7 +28,7 @@ CREATE TABLE changes (count INTEGER NOT NULL);
 CREATE TABLE homes (entry TEXT PRIMARY KEY, inode TEXT NOT NULL) WITHOUT ROWID;
 INSERT INTO changes VALUES (0);
 """
-"""What version 2 has and version 1 had not."""
+"""What version 2 adds to version 1."""
 
 _SCHEMA = f"""
 CREATE TABLE meta (salt BLOB NOT NULL);
@@ -61,10 +61,10 @@ CREATE INDEX entries_of ON entries (budget);
 
 
 class File:
-    """A SQLite file that is known to be a ledger.
+    """A SQLite file that has been verified to be a ledger.
 
-    Each process and thread has a connection of its own: one that a child process inherits is
-    neither used nor closed there, which SQLite does not allow.
+    Each process and thread has a connection of its own. A child process neither uses nor closes
+    connections that it inherits, because SQLite does not allow it.
     """
 
     def __init__(self, path: Path, *, wait: float) -> None:
@@ -73,7 +73,7 @@ class File:
         self._same: tuple[int, int] | None = None
         self._seen = self._least = 0  # changes, and bytes of the file
         self._log: os.stat_result | None = None
-        with ledger_errors_explained(path):
+        with explain_ledger_errors(path):
             if not path.exists():
                 _create(path)
             self._connection()
@@ -81,14 +81,14 @@ class File:
 
     @property
     def home(self) -> str:
-        """What tells this file from a copy of it; one that is moved within a disk keeps it."""
-        with ledger_errors_explained(self.path):
+        """The file's inode, which distinguishes it from copies; a move on one disk keeps it."""
+        with explain_ledger_errors(self.path):
             return str(self.path.stat().st_ino)
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection that sees one state of the file throughout."""
-        with ledger_errors_explained(self.path):
+        """Begin a read transaction, which sees one state of the file throughout."""
+        with explain_ledger_errors(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute("BEGIN")
             try:
@@ -99,8 +99,8 @@ class File:
 
     @contextmanager
     def writing(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction that nobody else writes during; it happens as a whole or not at all."""
-        with ledger_errors_explained(self.path):
+        """Begin an exclusive write transaction; it is committed as a whole or not at all."""
+        with explain_ledger_errors(self.path):
             connection, seen = self._connection(), self._seen
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -124,44 +124,44 @@ class File:
         own = (os.getpid(), threading.get_ident())
         same = _identity(self.path)
         if own in self._connections and self._log_was_cut():
-            self._connections.pop(own).close()  # what it holds may be lost; the count will tell
+            self._connections.pop(own).close()  # `_require_later` checks whether writes were lost
             self._log = None
         if own not in self._connections:
-            self._connections[own] = _opened(self.path, self._wait)
+            self._connections[own] = _open(self.path, self._wait)
             self._same = self._same or same
             self._measure()
-        # SQLite goes on writing to a file that has lost its name, and all of that would be lost.
+        # SQLite keeps writing to a file that was deleted or replaced, and those writes are lost.
         if same != self._same:
             raise Refused(
                 f"expected the ledger {self.path} that was opened, got another file in its place; "
-                "put it back, or start again with the one that is there"
+                "restore the first one, or start again with the new one"
             )
         if self.path.stat().st_size < self._least:
-            raise damaged(self.path, "one that was cut short while it was in use")
+            raise damage_refusal(self.path, "one that was cut short while it was in use")
         return self._connections[own]
 
     def _measure(self) -> None:
-        """Keep the sizes of the files, none of which shrinks while it is in use."""
+        """Record the sizes of the files, which never shrink while they are in use."""
         self._least = max(self._least, self.path.stat().st_size)
         self._log = _log_of(self.path)
 
     def _log_was_cut(self) -> bool:
-        # SQLite itself would go on writing behind the gap, or to a log that has lost its name.
+        # SQLite would not notice: it would write behind the gap, or to a deleted log.
         before, now = self._log, _log_of(self.path)
         if before is None:
             return False
         return now is None or now.st_ino != before.st_ino or now.st_size < before.st_size
 
     def _require_later(self, connection: sqlite3.Connection, least: int) -> int:
-        """Refuse a file that has lost what this process wrote to it; the count of its changes."""
+        """Return the count of changes; refuse a file that has lost writes of this process."""
         found = connection.execute("SELECT count FROM changes").fetchone()
         if found is None or found[0] < least:
-            raise damaged(self.path, "an older state than it had before")
+            raise damage_refusal(self.path, "an older state than it had before")
         return int(found[0])
 
 
 def _log_of(path: Path) -> os.stat_result | None:
-    """The size and identity of SQLite's write-ahead log; None if there is none."""
+    """Return the size and inode of SQLite's write-ahead log; None if there is none."""
     try:
         return path.with_name(path.name + "-wal").stat()
     except FileNotFoundError:
@@ -174,12 +174,12 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def digest_of(*parts: object) -> bytes:
-    """A digest that tells an accident from what was written; it is no protection from an attack."""
+    """Return a digest that detects accidental changes; it does not protect against attacks."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 def _create(path: Path) -> None:
-    """Make a whole ledger under another name, and give it its own if nobody else was first."""
+    """Create a complete ledger under a temporary name, and link it unless another was faster."""
     made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.close(os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     try:
@@ -210,7 +210,7 @@ def _create(path: Path) -> None:
         os.close(folder)
 
 
-def _opened(path: Path, wait: float) -> sqlite3.Connection:
+def _open(path: Path, wait: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
     try:
         _require_ledger(connection, path)
@@ -218,7 +218,7 @@ def _opened(path: Path, wait: float) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         found = [row[0] for row in connection.execute("PRAGMA quick_check")]
         if found != ["ok"]:
-            raise damaged(path, found[0])
+            raise damage_refusal(path, found[0])
     except BaseException:
         connection.close()
         raise
@@ -230,12 +230,12 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:
-    """Give a ledger of an older version what this one keeps beside it."""
+    """Add to a ledger of an older version the tables that this version needs."""
     if _version(connection) == _VERSION:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        if _version(connection) != _VERSION:  # another process may have been first
+        if _version(connection) != _VERSION:  # another process may have upgraded it
             for statement in _ADDED.strip().split("\n"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {_VERSION}")
@@ -264,17 +264,17 @@ def _other_file(path: Path) -> Refused:
     )
 
 
-def damaged(path: Path, how: str) -> Refused:
-    """The refusal of a ledger whose contents are not what was written."""
+def damage_refusal(path: Path, how: str) -> Refused:
+    """Return the refusal of a ledger whose contents are not what was written."""
     return Refused(
-        f"expected an undamaged ledger at {path}, got {how}; restore it from a copy, and add what "
-        "was spent since"
+        f"expected an undamaged ledger at {path}, got {how}; restore it from a backup, and charge "
+        "again what was spent since"
     )
 
 
 @contextmanager
-def ledger_errors_explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the operating system say into one sentence with a remedy."""
+def explain_ledger_errors(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and the operating system into a `Refused` with a remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -290,32 +290,32 @@ def _refusal(path: Path, error: sqlite3.DatabaseError) -> Refused:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return Refused(
-            f"expected room on the disk of the ledger {path}, got a full one; free some and go on: "
-            "nothing of this was written"
+            f"expected free space on the disk of the ledger {path}, got a full disk; free some "
+            "space and continue: nothing of this transaction was written"
         )
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return Refused(
-            f"expected the ledger {path} to be free, got one that another process keeps locked; "
-            "wait for it, or end it"
+            f"expected the ledger {path} to be unlocked, got one that another process keeps "
+            "locked; wait for it, or end it"
         )
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return Refused(
-            f"expected a ledger that can be written at {path}, its folder too, got: {error}; "
-            "change their permissions, or name another file"
+            f"expected a writable ledger at {path} in a writable folder, got: {error}; change "
+            "their permissions, or name another file"
         )
     if code == sqlite3.SQLITE_NOTADB:
         return _other_file(path)
     if code == sqlite3.SQLITE_CORRUPT:
-        return damaged(path, str(error))
+        return damage_refusal(path, str(error))
     return Refused(
-        f"expected the ledger {path} to be read and written, got: {error}; nothing of this was "
-        "written: look at its disk and folder"
+        f"expected to read and write the ledger {path}, got: {error}; nothing of this transaction "
+        "was written: check its disk and folder"
     )
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:
     if connection.in_transaction:
-        with suppress(sqlite3.Error):  # where SQLite has done so by itself
+        with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
             connection.execute("ROLLBACK")
 
 

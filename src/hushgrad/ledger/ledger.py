@@ -11,17 +11,33 @@ from typing import Any
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.ledger.budget import Budget
 from hushgrad.ledger.file import File
-from hushgrad.ledger.records import Account, figure, loaded, remember, salt, sealed
+from hushgrad.ledger.records import Account, add_history, figure, load_account, renew_seal, salt
 from hushgrad.ledger.rules import Amounts, Filter, total
 from hushgrad.types import Refused, Relation
 
 
 class Ledger:
-    """A file that remembers what was spent on each data set; made if there is none.
+    """A file that records what was spent on each data set; it is created if it does not exist.
 
-    Guarantees: what is charged is on the disk before the call returns, so that a crash can only
-    over-count; charges of several processes cannot together exceed a budget; an operation happens
-    as a whole or not at all. `wait` is how many seconds to wait for other processes.
+    Guarantees: a charge is on the disk before the call returns, so that a crash can only
+    over-count. Charges of several processes cannot exceed a budget together. Every operation
+    happens as a whole or not at all.
+
+    Args:
+        path: the ledger's file.
+        wait: how many seconds to wait for other processes.
+
+    Raises:
+        Refused: if the file is damaged, locked, or not a ledger.
+
+    Example:
+        >>> import tempfile
+        >>> ledger = Ledger(tempfile.mkdtemp() + "/ledger.sqlite")
+        >>> budget = ledger.set_budget("census", epsilon=3, delta=1e-5)
+        >>> ledger.names, budget.spent, budget.left.epsilon
+        (['census'], {'epsilon': 0.0, 'delta': 0.0}, 3.0)
+
+    Reference: Rogers et al. 2016, Privacy Odometers and Filters.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, wait: float = 60.0) -> None:
@@ -30,7 +46,7 @@ class Ledger:
 
     @property
     def salt(self) -> bytes:
-        """Random bytes of this ledger, by which to key the fingerprint of a data set."""
+        """The ledger's random bytes, the key for fingerprints of data sets."""
         with self._file.reading() as connection:
             return salt(connection)
 
@@ -43,19 +59,25 @@ class Ledger:
         relation: Relation | None = None,
         rule: Filter | None = None,
     ) -> Budget:
-        """Set what may be spent on a data set, or change it; changes are kept in the history.
+        """Set or change what may be spent on a data set; the history records changes.
 
-        Relation and filter, if left out, stay as they are; a new budget has add/remove and
-        `total()`. They cannot change once a run was charged, and the budget cannot be set below
-        what is spent. With `epsilon=math.inf` and `delta=1` nothing is refused, and everything is
-        remembered.
+        Args:
+            name: the data set's name.
+            epsilon: ε; `math.inf` with `delta=1` sets no limit, and only records.
+            delta: δ.
+            relation: what makes two data sets neighbours; add/remove for a new budget.
+            rule: the filter by which costs add up; `total()` for a new budget.
+
+        Raises:
+            Refused: if the budget would be below what is spent, or if relation or filter would
+                change after a run was charged.
         """
         require_budget(name, epsilon=epsilon, delta=delta)
         with self._file.writing() as connection:
             asked = "SELECT 1 FROM budgets WHERE name = ?"
             account = None
             if connection.execute(asked, (name,)).fetchone():
-                account = loaded(connection, name, self.path)
+                account = load_account(connection, name, self.path)
             chosen = rule or (account.rule if account else total())
             between = relation or (account.relation if account else Relation.ADD_REMOVE)
             limit = chosen.limit(epsilon, delta)
@@ -72,12 +94,16 @@ class Ledger:
                 (epsilon, delta, between.value, chosen.name, chosen.order, name),
             )
             what = f"budget set to ({epsilon:.6g}, {delta:.6g})-DP{instead}"
-            remember(connection, name, None, f"{what}, {between.value}, filter {chosen.spelled}")
-            sealed(connection, name)
+            add_history(connection, name, None, f"{what}, {between.value}, filter {chosen.title}")
+            renew_seal(connection, name)
         return Budget(self._file, name)
 
     def budget(self, name: str) -> Budget:
-        """The budget of a data set; refused, with the names that there are, if it has none."""
+        """Return the budget of a data set.
+
+        Raises:
+            Refused: if the data set has no budget; the message lists those that have one.
+        """
         names = self.names
         if name not in names:
             raise Refused(
@@ -94,7 +120,7 @@ class Ledger:
         return [row[0] for row in rows]
 
     def history(self, name: str | None = None) -> list[dict[str, Any]]:
-        """What happened, oldest first: when, to which budget, by which run, and what."""
+        """Return what happened, oldest first: when, to which budget, by which run, and what."""
         asked = "SELECT at, budget, entry, what FROM history WHERE ?1 IS NULL OR budget = ?1"
         with self._file.reading() as connection:
             rows = connection.execute(f"{asked} ORDER BY number", (name,)).fetchall()
@@ -120,14 +146,16 @@ class Ledger:
 
 
 def require_budget(name: str, *, epsilon: float, delta: float) -> None:
-    """Raise for what is no name or no budget."""
+    """Raise unless these are a name and a budget."""
     if not name or name != name.strip() or not name.isprintable():
-        raise ValueError(f"expected the name of a data set, got {name!r}; a word will do")
+        raise ValueError(
+            f"expected the name of a data set, got {name!r}; use a word such as 'census'"
+        )
     if not epsilon > 0:
         raise ValueError(f"expected epsilon > 0, got {epsilon}; 1 to 8 is usual")
     if (epsilon == math.inf) != (delta == 1):
         raise ValueError(
-            f"expected an infinite epsilon with delta 1, for no limit at all, got {epsilon} and "
+            f"expected both epsilon = inf and delta = 1 (no limit) or neither, got {epsilon} and "
             f"{delta}; pass both or neither"
         )
     if epsilon < math.inf:
@@ -137,12 +165,12 @@ def require_budget(name: str, *, epsilon: float, delta: float) -> None:
 def _require_unchanged(account: Account, rule: Filter, relation: Relation, limit: Amounts) -> None:
     if not account.rows:
         return
-    old, new = (account.rule.spelled, account.relation.value), (rule.spelled, relation.value)
+    old, new = (account.rule.title, account.relation.value), (rule.title, relation.value)
     if old != new:
         raise Refused(
-            f"expected the filter {old[0]} under {old[1]}, by which runs on {account.name} were "
-            f"charged, got {new[0]} under {new[1]}; keep it: a filter holds only if it is chosen "
-            "before the runs"
+            f"expected the filter {old[0]} under {old[1]}, with which runs on {account.name} were "
+            f"charged, got {new[0]} under {new[1]}; keep it: a filter is valid only if it is "
+            "chosen before the runs"
         )
     for unit, spent, most in zip(rule.units, account.spent, limit, strict=True):
         if spent > most:

@@ -1,7 +1,7 @@
-"""The ledger's rows as values, and the seal by which an accident to them is noticed.
+"""The ledger's rows as values, and the seal that detects accidental changes to them.
 
-SQLite notices a broken page and not a changed number, so each budget carries a digest of everything
-that its sums rest on.
+SQLite detects a broken page but not a changed number, so each budget has a digest of everything
+that its sums depend on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import Any
 
-from hushgrad.ledger.file import damaged, digest_of
-from hushgrad.ledger.rules import Amounts, Filter, added, left_of, rule_named
+from hushgrad.ledger.file import damage_refusal, digest_of
+from hushgrad.ledger.rules import Amounts, Filter, add_amounts, left_of, rule_named
 from hushgrad.ledger.spending import Spend, event_from_json, event_to_json
 from hushgrad.types import Refused, Relation
 
@@ -26,7 +26,7 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class Charge:
-    """What was charged: the spend as it came, and what it counts in the units of the rule."""
+    """A charge: the spend, and its cost in the filter's units."""
 
     number: int
     entry: str
@@ -44,10 +44,10 @@ class Charge:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run: `position` steps may have been released.
+    """A run: the steps below `position` are reserved and may have been released.
 
-    Of the steps below `floor`, the process that holds the run cannot know that they were not; of
-    those below `doubt` a loss of power may have taken the digest.
+    The steps below `floor` were reserved before the current holder took over, so it must assume
+    that they were released. The digests of steps below `doubt` may be lost in a power failure.
     """
 
     id: str
@@ -84,20 +84,20 @@ class Account:
 
     @property
     def costs(self) -> list[Amounts]:
-        """What each charge counts."""
+        """The cost of each charge."""
         return [charge.cost for charge in self.charges]
 
     @property
     def spent(self) -> Amounts:
-        """What all charges count, those of open runs too."""
-        return added(self.costs, len(self.rule.units))
+        """The cost of all charges together, including those of open runs."""
+        return add_amounts(self.costs, len(self.rule.units))
 
     @property
     def reserved(self) -> Amounts:
-        """The part of it that belongs to runs which are not settled."""
+        """The part of `spent` that belongs to runs that are not settled."""
         still_open = {row.id for row in self.rows if row.settled is None}
         costs = [charge.cost for charge in self.charges if charge.entry in still_open]
-        return added(costs, len(self.rule.units))
+        return add_amounts(costs, len(self.rule.units))
 
     @property
     def left(self) -> Amounts:
@@ -106,7 +106,7 @@ class Account:
 
     @property
     def binding(self) -> str | None:
-        """The unit of which the least share is left; None while nothing is spent."""
+        """The unit of which the smallest share is left; None while nothing is spent."""
         sums = zip(self.spent, self.limit, strict=True)
         shares = [spent / most if most < math.inf else 0.0 for spent, most in sums]
         if not any(shares):
@@ -114,20 +114,23 @@ class Account:
         return self.rule.units[max(range(len(shares)), key=shares.__getitem__)]
 
     def cost(self, spend: Spend) -> Amounts:
-        """What a spend counts here; one under another relation is refused."""
+        """Return what a spend costs in the filter's units; refuse one under another relation."""
         if spend.relation is not self.relation:
             raise Refused(
-                f"expected a cost under {self.relation.value}, as the budget {self.name} has it, "
-                f"got one under {spend.relation.value}; plan with relation {self.relation.value}"
+                f"expected a cost under {self.relation.value}, the relation of the budget "
+                f"{self.name}, got one under {spend.relation.value}; plan with relation "
+                f"{self.relation.value}"
             )
         found = self.rule.cost(spend)
         if any(math.isnan(amount) for amount in found):
-            raise Refused("expected a cost that is a number, got nan; plan with another noise")
+            raise Refused("expected a cost that is a number, got NaN; plan with another noise")
         return found
 
     def require_room(self, cost: Amounts) -> None:
         """Refuse a cost that would exceed the budget."""
-        units = zip(self.rule.units, added([*self.costs, cost], len(cost)), self.limit, strict=True)
+        units = zip(
+            self.rule.units, add_amounts([*self.costs, cost], len(cost)), self.limit, strict=True
+        )
         over = [unit for unit, amount, most in units if amount > most]
         if not over:
             return
@@ -139,13 +142,13 @@ class Account:
         )
 
 
-def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
-    """Read a budget with its runs and charges, and check its seal."""
+def load_account(connection: sqlite3.Connection, name: str, path: Path) -> Account:
+    """Load a budget with its runs and charges, and check its seal."""
     found = connection.execute("SELECT * FROM budgets WHERE name = ?", (name,)).fetchone()
     if found is None:
-        raise damaged(path, f"one without its budget {name}")
+        raise damage_refusal(path, f"one without its budget {name}")
     if _seal(connection, name) != found[-1]:
-        raise damaged(path, f"other records of {name} than were written")
+        raise damage_refusal(path, f"other records of {name} than were written")
     epsilon, delta, relation, rule, order, fingerprint = found[1:7]
     charges = tuple(Charge(*(*row[:-1], _amounts(row[-1]))) for row in _charges(connection, name))
     return Account(
@@ -160,8 +163,8 @@ def loaded(connection: sqlite3.Connection, name: str, path: Path) -> Account:
     )
 
 
-def sealed(connection: sqlite3.Connection, name: str) -> None:
-    """Renew a budget's seal after its records were changed, in the same transaction."""
+def renew_seal(connection: sqlite3.Connection, name: str) -> None:
+    """Renew a budget's seal after its rows were changed, in the same transaction."""
     seal = _seal(connection, name)
     connection.execute("UPDATE budgets SET seal = ? WHERE name = ?", (seal, name))
 
@@ -189,7 +192,7 @@ def _charges(connection: sqlite3.Connection, name: str) -> list[tuple[Any, ...]]
 
 
 def add_row(connection: sqlite3.Connection, row: RunRow) -> None:
-    """Write a new run."""
+    """Insert a new run."""
     values = astuple(row)
     places = ", ".join("?" * len(values))
     connection.execute(f"INSERT INTO entries VALUES ({places})", values)
@@ -198,7 +201,7 @@ def add_row(connection: sqlite3.Connection, row: RunRow) -> None:
 def add_charge(
     connection: sqlite3.Connection, entry: str, spend: Spend, cost: Amounts, *, reason: str
 ) -> None:
-    """Write a new charge."""
+    """Insert a new charge."""
     connection.execute(
         "INSERT INTO charges (entry, at, reason, event, epsilon, delta, cost) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -214,8 +217,8 @@ def add_charge(
     )
 
 
-def remember(connection: sqlite3.Connection, name: str, entry: str | None, what: str) -> None:
-    """Write a line of history."""
+def add_history(connection: sqlite3.Connection, name: str, entry: str | None, what: str) -> None:
+    """Append a line to the history."""
     connection.execute(
         "INSERT INTO history (at, budget, entry, what) VALUES (?, ?, ?, ?)",
         (now(), name, entry, what),
@@ -223,12 +226,12 @@ def remember(connection: sqlite3.Connection, name: str, entry: str | None, what:
 
 
 def salt(connection: sqlite3.Connection) -> bytes:
-    """The ledger's random bytes."""
+    """Return the ledger's random bytes."""
     return bytes(connection.execute("SELECT salt FROM meta").fetchone()[0])
 
 
 def figure(value: float, *, up: bool = False, digits: int = 6) -> str:
-    """A number in a few digits, rounded down, or up: what is left must not be over-stated.
+    """Format a number in a few digits, rounded down (or up), so as not to over-state what is left.
 
     >>> figure(0.8399999999999999), figure(0.84), figure(1 / 3, up=True)
     ('0.839999', '0.84', '0.333334')
@@ -239,7 +242,7 @@ def figure(value: float, *, up: bool = False, digits: int = 6) -> str:
 
 
 def as_text(cost: Amounts) -> str:
-    """Write amounts so that they are read back bit by bit."""
+    """Format amounts as text that reads back bit-identical."""
     return json.dumps([amount if math.isfinite(amount) else None for amount in cost])
 
 
@@ -248,5 +251,5 @@ def _amounts(text: str) -> Amounts:
 
 
 def now() -> str:
-    """The time, in UTC."""
+    """Return the time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,7 +1,7 @@
-"""Filters: what a spend counts against a budget, and how much of it there is.
+"""Privacy filters: how costs add up against a budget.
 
-Runs are chosen after seeing what earlier runs released, so their costs add up by a rule that allows
-for it, fixed when the budget is set.
+Runs are chosen after seeing what earlier runs released, so their costs must add up by a rule that
+stays valid under adaptive choice. The rule is fixed when the budget is set.
 """
 
 from __future__ import annotations
@@ -19,16 +19,30 @@ from hushgrad.ledger.spending import Spend
 from hushgrad.types import Refused, Relation
 
 Amounts = tuple[float, ...]
-"""One number for each of a rule's units."""
+"""One number for each unit of a filter."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A fully adaptive filter.
+    """A privacy filter: a composition rule that stays valid under adaptive choice of runs.
 
-    `units` names what it adds up, `cost` is a spend in these units, `limit` a budget (ε, δ) in
-    them, and `within` the (ε, δ) that a run may still have where so much is left, by `accountant`.
-    `refunds` says whether steps that were not taken are given back.
+    `total` and `renyi` make the two that exist.
+
+    Args:
+        name: the filter's name.
+        order: the order of Rényi DP, if it has one.
+        units: the names of the quantities that it adds up.
+        cost: maps a spend to amounts in these units.
+        limit: maps a budget (ε, δ) to amounts.
+        within: maps what is left, and δ, to the (ε, δ) that a run may still have.
+        accountant: the accountant for which `within` holds.
+        refunds: whether steps that were not taken are refunded.
+
+    Example:
+        >>> total().units, renyi(8.0).units
+        (('epsilon', 'delta'), ('rdp',))
+
+    Reference: Rogers et al. 2016, Privacy Odometers and Filters.
     """
 
     name: str
@@ -41,8 +55,8 @@ class Filter:
     refunds: bool
 
     @property
-    def spelled(self) -> str:
-        """The filter in words, with its order."""
+    def title(self) -> str:
+        """The filter's name, with its order."""
         return self.name if self.order is None else f"{self.name} at order {self.order}"
 
     def __repr__(self) -> str:
@@ -50,12 +64,16 @@ class Filter:
 
 
 def total() -> Filter:
-    """Σε and Σδ over whole runs, each by its own accountant: the default, for every event.
+    """Return the default filter: it sums ε and δ over whole runs, and covers every event.
 
-    A run costs what its plan does, however many of its steps it takes.
+    Each run's ε may come from another accountant. A run costs what its plan costs, even if it
+    takes fewer steps.
 
-    >>> total()
-    total()
+    Example:
+        >>> total().limit(3.0, 1e-5)
+        (3.0, 1e-05)
+
+    Reference: Rogers et al. 2016, Privacy Odometers and Filters.
     """
     return Filter(
         name="total",
@@ -70,15 +88,22 @@ def total() -> Filter:
 
 
 def renyi(order: float) -> Filter:
-    """Σ of Rényi DP at one order α, against the Rényi DP that (ε, δ) allows at this order.
+    """Return a filter that sums Rényi DP at one order, against what (ε, δ) allows at that order.
 
-    Steps that a run did not take are given back. Only for events that Rényi DP covers.
+    Steps that a run did not take are refunded. It covers only events that Rényi DP covers.
+
+    Args:
+        order: α, above 1.01; `order_for` chooses one for a typical run.
+
+    Raises:
+        ValueError: if the order is too small or infinite.
+
+    Example:
+        >>> renyi(8.0).limit(3.0, 1e-5)
+        (1.7858908321544666,)
 
     Reference: Feldman and Zrnic 2021, Individual Privacy Accounting via a Rényi Filter; the
     conversion is that of Canonne, Kamath and Steinke 2020, Proposition 12.
-
-    >>> renyi(8.0).limit(3.0, 1e-5)
-    (1.7858908321544666,)
     """
     if not (math.isfinite(order) and order > 1.01):
         raise ValueError(
@@ -90,8 +115,8 @@ def renyi(order: float) -> Filter:
         return (_curve(spend.event, spend.relation, accountant)[1][0],)
 
     def within(left: Amounts, delta: float) -> tuple[float, float]:
-        # One float less, so that what is calibrated to it is within what is left: two values of
-        # Rényi DP that differ in the last bit may convert to one ε.
+        # One float less, so that a plan calibrated to it fits: two values of Rényi DP that differ
+        # in the last bit may convert to the same ε.
         found = float(compute_epsilon([order], [left[0]], delta)[0])
         return math.nextafter(found, 0.0), delta
 
@@ -108,20 +133,29 @@ def renyi(order: float) -> Filter:
 
 
 def order_for(event: DpEvent, *, delta: float, relation: Relation = Relation.ADD_REMOVE) -> float:
-    """The order at which Rényi DP gives the least ε to a typical run.
+    """Return the order at which Rényi DP gives a typical run the smallest ε.
 
-    A budget at a badly chosen order can cost a hundred times as much.
+    At a badly chosen order the same run can cost a hundred times as much.
 
-    >>> from hushgrad.accounting import gaussian
-    >>> order_for(gaussian(2.0), delta=1e-5)
-    9.6
+    Args:
+        event: the event of a typical run.
+        delta: the δ of the budget.
+        relation: what makes two data sets neighbours.
+
+    Raises:
+        Refused: for an event that Rényi DP does not cover.
+
+    Example:
+        >>> from hushgrad.accounting import gaussian
+        >>> order_for(gaussian(2.0), delta=1e-5)
+        9.6
     """
     require_delta(delta)
     return float(compute_epsilon(*_curve(event, relation, RDP), delta)[1])
 
 
 def rule_named(name: str, order: float | None) -> Filter:
-    """The rule of this name, as a ledger keeps it."""
+    """Return the filter that a ledger stores by this name and order."""
     if name == "total":
         return total()
     if name == "renyi" and order is not None:
@@ -132,13 +166,13 @@ def rule_named(name: str, order: float | None) -> Filter:
     )
 
 
-def added(costs: Sequence[Amounts], units: int) -> Amounts:
-    """The sum, unit by unit, rounded once."""
+def add_amounts(costs: Sequence[Amounts], units: int) -> Amounts:
+    """Return the sum, unit by unit, rounded once."""
     return tuple(math.fsum(cost[unit] for cost in costs) for unit in range(units))
 
 
 def left_of(limit: Amounts, costs: Sequence[Amounts]) -> Amounts:
-    """The most that can still be added, rounded down so that all of it can be spent at once."""
+    """Return the most that can still be added, rounded down so that it can be spent at once."""
     found = []
     for unit, most in enumerate(limit):
         spent = [cost[unit] for cost in costs]
@@ -166,7 +200,7 @@ def _curve(event: DpEvent, relation: Relation, accountant: Rdp) -> tuple[list[fl
 
 
 def _most(epsilon: float, delta: float, order: float) -> float:
-    """The most Rényi DP at `order` that is (ε, δ)-DP: the conversion, solved for it."""
+    """Return the largest Rényi DP at `order` that implies (ε, δ)-DP."""
     if epsilon == math.inf:
         return math.inf
     found = epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)

@@ -1,4 +1,4 @@
-"""What is charged to a budget, and how an event is written down and read again."""
+"""What is charged to a budget, and the JSON form of events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dp_accounting import DpEvent, dp_event
 from hushgrad import events
 from hushgrad.types import Refused, Relation
 
-# Only these are read back: a file must not choose which code is run.
+# Only these classes are read back: a file must not be able to choose which code runs.
 _KINDS: dict[str, type[DpEvent]] = {
     name: kind
     for module in (dp_event, events)
@@ -24,10 +24,23 @@ _KINDS: dict[str, type[DpEvent]] = {
 
 @dataclass(frozen=True)
 class Spend:
-    """What something costs: the event, and its ε at δ by the accountant that was chosen for it.
+    """A cost: an event, and its ε at δ by the accountant that was chosen for it.
 
-    `relation` says what makes two data sets neighbours. An infinite ε, of a run without noise, is
-    kept by a budget without a limit only.
+    Args:
+        event: what is released.
+        relation: what makes two data sets neighbours.
+        epsilon: ε; infinite for a run without noise, which only a budget without limit accepts.
+        delta: δ.
+
+    Raises:
+        ValueError: if ε or δ is out of range.
+
+    Example:
+        >>> from hushgrad.accounting import PLD, gaussian
+        >>> noise = gaussian(4.0)
+        >>> cost = Spend(noise, Relation.ADD_REMOVE, PLD.epsilon(noise, delta=1e-5), 1e-5)
+        >>> f"{cost.epsilon:.2f}"
+        '0.93'
     """
 
     event: DpEvent
@@ -44,10 +57,10 @@ class Spend:
 
 
 def event_to_json(event: DpEvent) -> str:
-    """Write an event as JSON, so that `read` gives an equal one.
+    """Return an event as JSON, from which `event_from_json` makes an equal event.
 
     >>> from hushgrad.accounting import gaussian, poisson
-    >>> written(poisson(0.5, gaussian(2.0)))
+    >>> event_to_json(poisson(0.5, gaussian(2.0)))
     '["PoissonSampledDpEvent", {"event": ["GaussianDpEvent", {"noise_multiplier": 2.0}], \
 "sampling_probability": 0.5}]'
     """
@@ -55,7 +68,7 @@ def event_to_json(event: DpEvent) -> str:
 
 
 def event_from_json(text: str) -> DpEvent:
-    """Read an event that `written` wrote."""
+    """Return the event that `event_to_json` wrote."""
     return _event(json.loads(text))
 
 
@@ -64,8 +77,8 @@ def _plain(value: Any) -> Any:
         name = type(value).__name__
         if _KINDS.get(name) is not type(value):
             raise Refused(
-                f"expected an event of dp_accounting or hushgrad.events, got {name}; describe "
-                "what was done by one of those, for a ledger must be able to read it again"
+                f"expected an event of dp_accounting or hushgrad.events, got {name}; use one of "
+                "those, because a ledger must be able to read it again"
             )
         fields = attr.asdict(value, recurse=False)
         return [name, {field: _plain(content) for field, content in fields.items()}]
@@ -77,7 +90,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     raise Refused(
         f"expected an event made of numbers and events, got a {type(value).__name__} in it; "
-        "describe what was done by an event that can be written down"
+        "use an event whose fields are numbers and events"
     )
 
 

@@ -1,1 +1,1 @@
-"""How many processes train together, and who of them does what."""
+"""How many processes train together; so far, one."""

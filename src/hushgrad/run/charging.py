@@ -16,7 +16,7 @@ from pathlib import Path
 from dp_accounting import DpEvent
 
 from hushgrad.ledger import Budget, Entry, Ledger, Spend
-from hushgrad.ledger.entry import over
+from hushgrad.ledger.entry import settled_refusal
 from hushgrad.ledger.records import RunRow
 from hushgrad.rng import Rng
 from hushgrad.run.plan import Plan
@@ -42,7 +42,7 @@ class Books:
         """Enter a step before its batch is seen: it counts, whether it is used or not."""
         if step >= self._entered:
             ahead = min(step + AHEAD, self._plan.steps)
-            self.entry.ahead(ahead)
+            self.entry.reserve(ahead)
             self._entered = ahead
 
     def released(self, step: int, digest: bytes) -> None:
@@ -113,7 +113,9 @@ def resumed_charging(
         if replay or step == plan.steps:  # where the run is over, only its end is still written
             return None
         if row.settled is not None:
-            raise over(row, "other batches than it has drawn, for want of its key or its data")
+            raise settled_refusal(
+                row, "other batches than it has drawn, for want of its key or its data"
+            )
         again = list(range(step, row.position if upto is None else upto))
         if plan.sampling.epoch(plan.records):
             again.append(step)  # the epoch is dealt anew from its middle: a record may come twice

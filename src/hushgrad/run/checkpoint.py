@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hushgrad.files import written_whole
+from hushgrad.files import open_atomically
 from hushgrad.noise import TAG_BYTES
 from hushgrad.types import Refused
 
@@ -39,7 +39,7 @@ def write(path: Path, state: Contents) -> None:
     data = save(tensors, metadata={"hushgrad": str(_VERSION), "digest": _BLANK.decode()})
     place = _digest_at(data)
     digest = _digest(data, place)
-    with written_whole(path) as file:
+    with open_atomically(path) as file:
         for part in (data[:place], digest, memoryview(data)[place + len(_BLANK) :]):
             file.write(part)
 

@@ -99,7 +99,7 @@ def evaluate(
             entry.settle(steps=0, event=None)  # nothing was released
         raise
     if entry is not None:
-        entry.ahead(1)
+        entry.reserve(1)
     # Two evaluations by one key must not share their noise.
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)
     released = release_once(query, noise, rng=rng.derive("evaluation", *fresh))

@@ -169,7 +169,7 @@ class Execution:
 
 
 def _pieces(batch: Batch, pieces: Pieces | None) -> Iterator[Batch]:
-    dealt = [] if pieces is None else [p for p in pieces.dealt(count(batch)) if len(p)]
+    dealt = [] if pieces is None else [p for p in pieces.places(count(batch)) if len(p)]
     if not dealt:
         yield batch
     for places in dealt:

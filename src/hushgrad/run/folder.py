@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from hushgrad.files import PARTIAL, file_errors_explained
+from hushgrad.files import PARTIAL, explain_file_errors
 from hushgrad.types import Refused
 
 
@@ -32,7 +32,7 @@ class Claim:
 
     def __enter__(self) -> Claim:
         try:
-            with file_errors_explained(self._folder):
+            with explain_file_errors(self._folder):
                 self._make()
                 self._lock = _locked(self._folder)
                 for left in self._folder.glob(f"*{PARTIAL}"):  # by a process that was killed

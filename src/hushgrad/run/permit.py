@@ -32,7 +32,7 @@ class AddNoise(Protocol):
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class StepMechanism:
     """How a step's answers are made private: its noise at a multiplier.
 
     `add` makes the release where that is not done by adding the noise.

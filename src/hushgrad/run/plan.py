@@ -15,7 +15,7 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
-from hushgrad.algorithms.algorithm import INDEPENDENT, Parts, Schedule, count_stages
+from hushgrad.algorithms.algorithm import INDEPENDENT, AlgorithmParts, Schedule, count_stages
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
 from hushgrad.events import repeated, steps_of
@@ -84,9 +84,9 @@ class Plan:
         return Conditions(self.sampling, self.records, self.relation, self.clip, self.noise)
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> AlgorithmParts:
         """The algorithm with all its parts, also those that it has left out."""
-        return Parts.of(self.algorithm)
+        return AlgorithmParts.of(self.algorithm)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -195,7 +195,7 @@ class Plan:
     @property
     def correlated(self) -> bool:
         """Whether the noise of a step depends on earlier ones, so that only a whole run costs."""
-        return not Parts.is_independent(self.noise)
+        return not AlgorithmParts.is_independent(self.noise)
 
     def settled_event(self, steps: int) -> DpEvent | None:
         """What a run that ends after so many steps is charged; None where it drew none.
@@ -280,7 +280,7 @@ def plan(
     require_relation(drawn, relation)
     kind = noise.fitted(drawn, num_steps=steps)
     conditions = Conditions(drawn, records, relation, rule, kind)
-    parts = Parts.of(chosen)
+    parts = AlgorithmParts.of(chosen)
     parts.require(conditions)
     if noise_multiplier is None:
         assert epsilon is not None

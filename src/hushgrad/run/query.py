@@ -17,12 +17,12 @@ from dp_accounting import DpEvent, GaussianDpEvent
 from torch import Tensor
 
 from hushgrad.batches.records import count
-from hushgrad.clipping.aggregate import aggregate, piece_error, together
+from hushgrad.clipping.aggregate import aggregate, piece_error, sum_over_same_records
 from hushgrad.clipping.groups import Grouping, Groups, whole
 from hushgrad.clipping.pieces import Pieces
 from hushgrad.clipping.rules import Clip
 from hushgrad.gradients import AnyGradients, Objective, restored
-from hushgrad.points import Values, swapped
+from hushgrad.iterates import Values, exchange_values
 from hushgrad.run.augmentation import rows_per_record
 from hushgrad.run.execution import Execution
 from hushgrad.run.metrics import Metrics
@@ -118,7 +118,7 @@ class Part:
         with (
             torch.random.fork_rng(),
             restored({}, self.objective.modules),
-            swapped(self.objective.params, iterate),
+            exchange_values(self.objective.params, iterate),
         ):
             return self.gradients()
 
@@ -173,7 +173,7 @@ class BatchPass:
             return clip.group_weights(norms, group=group, groups=groups)
 
         within = piece_error(clip.bound(groups), share=share)
-        return EagerWeights(partition.together, weights, within)
+        return EagerWeights(partition.members, weights, within)
 
 
 @answerable
@@ -225,7 +225,7 @@ def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
             "make terms of the gradients that the query is given"
         )
     weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
-    bounded = together(
+    bounded = sum_over_same_records(
         aggregate(
             term.gradients,
             partition.spread(w if term.factor == 1 else term.factor * w),

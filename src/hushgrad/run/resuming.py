@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hushgrad.files import file_errors_explained
+from hushgrad.files import explain_file_errors
 from hushgrad.ledger import Budget, Entry, Spend
 from hushgrad.ledger.file import ENDINGS
 from hushgrad.rng import Rng
@@ -162,7 +162,7 @@ class RunStore:
             done = self._plan.settled_event(run.steps_drawn)
             self._books.entry.settle(steps=run.steps_drawn, event=done)
         if self._folder is not None:
-            with file_errors_explained(self._folder / KEY):
+            with explain_file_errors(self._folder / KEY):
                 destroy(self._folder / KEY)
 
     def _load(self, saved: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
@@ -331,7 +331,7 @@ def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
     file = folder / KEY
     file.unlink(missing_ok=True)  # of a run that never began
     claim.made(file)
-    with file_errors_explained(file):
+    with explain_file_errors(file):
         own.write(file)
 
 

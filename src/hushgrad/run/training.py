@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from hushgrad.batches.nested import leaves_of
 from hushgrad.clipping.pieces import pieces_for
 from hushgrad.gradients import RecordValues, check_optimizer, forget_structure, observe
+from hushgrad.iterates import set_values
 from hushgrad.ledger import Budget, Entry
 from hushgrad.noise import NoiseBuffer
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
-from hushgrad.points import move
 from hushgrad.rng import Rng
 from hushgrad.run.admission import (
     batches_of,
@@ -231,7 +231,7 @@ class Run:
         self._drawn = None
         found = self.plan.parts.output.result(self._output)
         if found is not None:
-            move(self._params, found)
+            set_values(self._params, found)
         self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
         self._position = len(self)  # so that the last checkpoint has no steps left
         self._memory.finish(self)
@@ -315,7 +315,7 @@ class Run:
             found = released.values[NAME]
             values = metrics.read(found, l2=released.l2, expected=context.divisor)
             self.readings.append(Reading(context.step, values))
-            self._clip = self.plan.clip.moved(self._clip, values["clipped"])
+            self._clip = self.plan.clip.next_rule(self._clip, values["clipped"])
 
     def _require_drawn(self, batch: Batch) -> DrawnBatch:
         if self._drawn is None:

@@ -1,7 +1,8 @@
-"""Sampling: which records a step sees, and what that is worth to the accountant.
+"""Sampling: which records a step sees, and how much privacy that random choice adds.
 
-A scheme is one value that draws the batches and states their amplification, so that what is
-sampled is what is accounted. A `Loader` turns the positions drawn into batches of tensors.
+A scheme is one value that both draws the batches and states their amplification, so that the
+sampling that is accounted for is the sampling that happens. A `Loader` turns the drawn positions
+into batches of tensors.
 """
 
 from hushgrad.sampling.cyclic import CyclicPoisson

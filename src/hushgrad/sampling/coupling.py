@@ -1,8 +1,9 @@
-"""Do the records of a batch meet before the model sees them? Tested on the records themselves.
+"""Tests, on the real records, that loading does not make one record depend on others in its batch.
 
-A collate function that pads to the longest record, or standardises over the batch, makes one
-record's entries depend on the others, and so does a data set that transforms a whole batch. Then
-one record moves the gradients of all, and no bound on one of them holds.
+A collate function that pads to the longest record, or standardises over the batch, makes each
+record's entries depend on the other records in the batch, and so does a data set that transforms
+whole batches. Then one record changes the gradients of all, and clipping does not bound its
+influence.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from hushgrad.sampling.sources import Source
 from hushgrad.types import Batch, Refused
 
 Collate = Callable[[list[Any]], Batch]
-"""Puts a list of records together. It must treat each by itself: pad to a public length."""
+"""Combines a list of records into a batch. It must treat each alone: pad to a public length."""
 
 _FEWEST = 4  # records in a trial; a smaller batch is repeated
-_ALONE = 4  # records that are tried by themselves
-_LOUDNESS = (1.0, -30.0, 1e3, -1e6)  # the loudest turns the sign of every sum over the batch
+_ALONE = 4  # records that are also collated one by one
+# Factors for the other records; the largest flips the sign of every sum over the batch.
+_LOUDNESS = (1.0, -30.0, 1e3, -1e6)
 _FAR = 1e6
 
 
 def refuse_coupling(source: Source, collate: Collate | None, positions: list[int]) -> None:
-    """Refuse records that meet on their way into a batch: in the data set, or in `collate`."""
+    """Refuse a data set or collate function that makes records depend on each other."""
     with torch.random.fork_rng(devices=[]):
         if source.fetches_together:
             refuse_coupling_fetch(source.records, positions)
@@ -42,91 +44,95 @@ def refuse_coupling(source: Source, collate: Collate | None, positions: list[int
 
 
 def refuse_coupling_collate(collate: Collate, records: Sequence[Any]) -> None:
-    """Refuse a collate function in which these records meet.
+    """Refuse a collate function that makes these records depend on each other.
 
-    Each half of them is collated beside others: copies of itself, the rest in another order, and
-    the rest made loud, constant, NaN, longer and shorter. Its entries must keep their bits. Random
-    numbers from the generators of torch, NumPy and Python are drawn alike in every trial.
+    Each half of the records is collated together with other records: copies of itself, the
+    other half in another order, and the other half scaled, constant, NaN, longer and shorter. Its
+    entries must stay bit-identical. Every trial uses the same random numbers of torch, NumPy and
+    Python.
     """
     rows = [records[i % len(records)] for i in range(max(len(records), _FEWEST))]
     places = range(len(rows))
-    whole = _collated(collate, rows)
-    _compare(whole, _collated(collate, rows), places, _UNREPEATABLE)
+    whole = _collate(collate, rows)
+    _compare(whole, _collate(collate, rows), places, _UNREPEATABLE)
     for kept in (places[::2], places[1::2]):
         for beside in _beside_others(rows, kept):
             try:
-                found = _collated(collate, beside)
+                found = _collate(collate, beside)
             except Refused:
                 raise
-            except Exception:  # it takes no such records
+            except Exception:  # the function does not accept such records
                 continue
             _compare(whole, found, kept)
-    redrawn = _collated(collate, rows, seed=1)
+    redrawn = _collate(collate, rows, seed=1)
     if not _alike(whole, redrawn):
-        return  # a smaller batch draws other numbers
+        return  # it draws random numbers, and other ones for a smaller batch
     for i in places[:: -(-len(rows) // _ALONE)]:
-        _compare([x[i : i + 1] for x in whole], _collated(collate, rows[i : i + 1]), [0])
+        _compare([x[i : i + 1] for x in whole], _collate(collate, rows[i : i + 1]), [0])
     half = places[: len(rows) // 2]
-    _compare(whole, _collated(collate, rows[: len(half)]), half)
+    _compare(whole, _collate(collate, rows[: len(half)]), half)
 
 
 def refuse_coupling_fetch(fetch: Callable[[list[int]], list[Any]], positions: list[int]) -> None:
-    """Refuse a data set whose records change with what they are fetched with.
+    """Refuse a data set whose records depend on the other records fetched in the same call.
 
-    Where records are drawn at random (augmentation), only their shapes are compared.
+    If records are random (augmentation), only their shapes are compared.
     """
     with _same_draws():
         together = fetch(positions)
     for i in range(0, len(positions), -(-len(positions) // _ALONE)):
         with _same_draws():
             (alone,) = fetch([positions[i]])
-            (again,) = fetch([positions[i]])  # by other draws, where there are any
+            (again,) = fetch([positions[i]])  # random records differ from the first fetch
         if not _alike(alone, again):
             alone, together[i] = _shapes(alone), _shapes(together[i])
         if not _alike(alone, together[i]):
             raise Refused(
                 "expected a data set that makes each record by itself, got one whose records "
-                "change with the others that are fetched with them (a transform of whole batches "
-                f"that pads to the longest, or standardises?); {_REMEDY}"
+                "depend on the other records in the batch (a transform of whole batches that "
+                f"pads to the longest, or standardises?); {_REMEDY}"
             )
 
 
 # --- one trial ----------------------------------------------------------------------------------
 
 
-def _collated(collate: Collate, rows: Sequence[Any], *, seed: int = 0) -> list[Tensor]:
-    """The tensors of the batch of these records, of which the function gets copies."""
+def _collate(collate: Collate, rows: Sequence[Any], *, seed: int = 0) -> list[Tensor]:
+    """Collate copies of these records, and return the tensors of the batch."""
     given = list(rows)
-    with suppress(TypeError, RuntimeError):  # of what cannot be copied
-        given = [copy.deepcopy(row) for row in rows]  # it may take keys out of them
+    with suppress(TypeError, RuntimeError):  # some objects cannot be copied
+        given = [copy.deepcopy(row) for row in rows]  # collate may pop keys from its records
     with _same_draws(seed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of loud records and NaN
+        warnings.simplefilter("ignore")  # about huge values and NaN
         batch = collate(given)
     if not all(map(_alike, given, rows)):
         raise Refused(
-            "expected a collate function that leaves its records as they are, got one that writes "
-            "to them, which a data set that holds them would keep; write to copies"
+            "expected a collate function that does not change its records, got one that writes "
+            "to them, which changes a data set that holds them in memory; write to copies"
         )
     require_each(batch, len(rows))
     return leaves_of(batch)
 
 
 def require_each(batch: Batch, size: int) -> None:
-    """Refuse a batch that has not one row for each of its records."""
+    """Refuse a batch that does not have exactly one row for each of its records."""
     if any(x.shape[:1] != (size,) for x in leaves_of(batch)):
         raise Refused(
             "expected a row for each of the records that collate was given, in their order, got "
-            "another number of rows; leave records out of the data set, or let the loss give them "
-            "no weight"
+            "another number of rows; remove unwanted records from the data set, or give them "
+            "weight 0 in the loss"
         )
 
 
 def _compare(
     expected: list[Tensor], found: list[Tensor], kept: Sequence[int], why: str | None = None
 ) -> None:
-    """Require the same entries, bit for bit, in the rows that were kept."""
+    """Require bit-identical entries in the rows that were kept."""
     if len(expected) != len(found):
-        raise Refused(f"{_EXPECTED} whose batches have other tensors beside other records")
+        raise Refused(
+            f"{_EXPECTED} whose number of tensors depends on the records; return the same "
+            "structure for every batch"
+        )
     for x, y in zip(expected, found, strict=True):
         if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:
             raise Refused(f"{_EXPECTED} {_SHAPES}; {_REMEDY}")
@@ -136,16 +142,16 @@ def _compare(
 
 _EXPECTED = "expected a collate function that treats each record by itself, got one"
 _SHAPES = (
-    "that gives a record another shape beside other records, as padding to the longest of a batch "
-    "does, with a mask or without"
+    "where a record's shape depends on the other records in the batch, as with padding to the "
+    "longest record, with a mask or without"
 )
 _VALUES = (
-    "that gives a record other entries beside other records (a mean, a deviation or a maximum over "
-    "the batch, sorting, or random numbers whose order depends on the records?)"
+    "where a record's entries depend on the other records in the batch (a mean, a deviation or a "
+    "maximum over the batch, sorting, or random numbers whose order depends on the records?)"
 )
 _UNREPEATABLE = (
-    "that returns different batches for the same records (a count of its calls, or a random "
-    "generator of its own, where torch's, NumPy's or Python's global one can be tested?)"
+    "that returns different batches for the same records (does it count its calls, or use a "
+    "random generator of its own? Use the global one of torch, NumPy or Python)"
 )
 _REMEDY = (
     'pad to a fixed length (padding="max_length", max_length=…), scale by public constants, and '
@@ -155,7 +161,7 @@ _REMEDY = (
 
 @contextmanager
 def _same_draws(seed: int = 0) -> Iterator[None]:
-    """Draw from the same global random states in every such block, and put them back."""
+    """Start every such block from the same global random states, and restore them afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -168,11 +174,11 @@ def _same_draws(seed: int = 0) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-# --- records in other company -------------------------------------------------------------------
+# --- variations of the other records ------------------------------------------------------------
 
 
 def _beside_others(rows: list[Any], kept: Sequence[int]) -> Iterator[list[Any]]:
-    """The rows, with what was not kept replaced in several ways."""
+    """Yield the rows, with those that are not in `kept` replaced in several ways."""
     others = [i for i in range(len(rows)) if i not in set(kept)]
 
     def replaced(by: Callable[[int, int], Any]) -> list[Any]:
@@ -183,23 +189,23 @@ def _beside_others(rows: list[Any], kept: Sequence[int]) -> Iterator[list[Any]]:
 
     yield replaced(lambda number, i: rows[kept[number % len(kept)]])
     yield replaced(lambda number, i: rows[others[number - 1]])
-    yield replaced(lambda number, i: _made(rows[i], _scaled(_LOUDNESS[number % len(_LOUDNESS)])))
+    yield replaced(lambda number, i: _vary(rows[i], _scaled(_LOUDNESS[number % len(_LOUDNESS)])))
     for vary in (_filled(-_FAR), _filled(_FAR), _filled(np.nan), _longer, _shorter):
-        yield replaced(lambda number, i, vary=vary: _made(rows[i], vary))  # type: ignore[misc]
+        yield replaced(lambda number, i, vary=vary: _vary(rows[i], vary))  # type: ignore[misc]
 
 
-def _made(record: Any, vary: Callable[[Any], Any]) -> Any:
-    """The record with each tensor, array, number, text and row of numbers varied."""
+def _vary(record: Any, vary: Callable[[Any], Any]) -> Any:
+    """Return the record with `vary` applied to its tensors, arrays, numbers and texts."""
     if isinstance(record, Mapping):
-        return {key: _made(value, vary) for key, value in record.items()}
+        return {key: _vary(value, vary) for key, value in record.items()}
     if isinstance(record, tuple):
-        values = [_made(value, vary) for value in record]
+        values = [_vary(value, vary) for value in record]
         return type(record)(*values) if hasattr(record, "_fields") else type(record)(values)
     if isinstance(record, list) and not all(isinstance(x, int | float) for x in record):
-        return vary([_made(value, vary) for value in record])
+        return vary([_vary(value, vary) for value in record])
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         names = [field.name for field in dataclasses.fields(record) if field.init]
-        return dataclasses.replace(record, **{n: _made(getattr(record, n), vary) for n in names})
+        return dataclasses.replace(record, **{n: _vary(getattr(record, n), vary) for n in names})
     return vary(record)
 
 
@@ -212,7 +218,7 @@ def _filled(value: float) -> Callable[[Any], Any]:
 
 
 def _on_reals(x: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to real numbers. Whole ones, which may be labels, stay as they are."""
+    """Apply `function` to real numbers, but not to integers, which may be labels."""
     if isinstance(x, list):
         return [_on_reals(value, function) for value in x]
     tensor = isinstance(x, Tensor) and x.is_floating_point()
@@ -225,7 +231,7 @@ def _on_reals(x: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _longer(x: Any) -> Any:
-    """A text, a row or a tensor followed by itself."""
+    """Return a text, a row or a tensor followed by itself."""
     if isinstance(x, str):
         return f"{x} {x}"
     if isinstance(x, Tensor):
@@ -236,7 +242,7 @@ def _longer(x: Any) -> Any:
 
 
 def _shorter(x: Any) -> Any:
-    """The first half."""
+    """Return the first half of a text, a row or a tensor."""
     long = isinstance(x, str | list) or (isinstance(x, Tensor | np.ndarray) and x.ndim > 0)
     return x[: -(-len(x) // 2)] if long else x
 
@@ -245,7 +251,7 @@ def _shorter(x: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Bit-identical in all that both are known to have; a key that was taken out does not count."""
+    """Return whether two records are bit-identical, comparing only the keys that both have."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _same_tensor(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
@@ -272,7 +278,7 @@ def _same_array(x: Any, y: Any) -> bool:
 
 
 def _shapes(record: Any) -> Any:
-    """What is public of a record's structure: shapes and lengths in the place of values."""
+    """Return the record's structure with shapes and lengths instead of values."""
     if isinstance(record, Mapping):
         return {key: _shapes(value) for key, value in record.items()}
     if isinstance(record, Tensor | np.ndarray):

@@ -16,7 +16,7 @@ import numpy as np
 
 from hushgrad.events import Participation, on_one_batch, repeated
 from hushgrad.rng import Rng
-from hushgrad.sampling.draws import Positions, independent
+from hushgrad.sampling.draws import Positions, independent_draws
 from hushgrad.sampling.scheme import (
     ANY_RELATION,
     every_position,
@@ -92,7 +92,9 @@ class CyclicPoisson:
         """The positions in the batch of one step."""
         require_whole("num_records", num_records)
         members = np.flatnonzero(self.groups(num_records, rng=rng) == step % self.cycle)
-        taken = independent(len(members), rate=self.group_rate, rng=rng.derive("sample", step))
+        taken = independent_draws(
+            len(members), rate=self.group_rate, rng=rng.derive("sample", step)
+        )
         return np.take(members, taken)
 
     def groups(self, num_records: int, *, rng: Rng) -> Positions:

@@ -1,4 +1,4 @@
-"""Random sets of positions, exact, in ascending order, from a keyed generator."""
+"""Random sets of positions, drawn exactly, in ascending order, from a keyed generator."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Positions = Int64[ndarray, "_"]
 """Positions of records in their data set, ascending."""
 
 
-def independent(num_records: int, *, rate: float, rng: Rng) -> Positions:
-    """Take each position by itself with probability `rate`, without a pass over all of them.
+def independent_draws(num_records: int, *, rate: float, rng: Rng) -> Positions:
+    """Draw each position independently with probability `rate`, in time O(rate · num_records).
 
-    Guarantees: given what was decided for the positions before it, a position is taken with
-    probability `rate` up to 2⁻⁴⁹. The positions below m are the same for every `num_records` ≥ m.
+    Guarantees: given the decisions for all earlier positions, a position is drawn with probability
+    `rate` up to 2⁻⁴⁹. The positions below m are the same for every `num_records` ≥ m.
     """
     if rate == 1:
         return np.arange(num_records)
-    # The distance to the next position taken is geometric. A distance beyond `jump` is given up
-    # and drawn anew from there, which changes nothing (it has no memory) but keeps u above 1/4:
-    # in the far tail the 52 bits of u would be too coarse for the probability that is left.
+    # The gap to the next drawn position is geometric. A gap beyond `jump` is cut there and drawn
+    # again, which does not change the distribution (it is memoryless) but keeps u above 1/4: in
+    # the far tail, the 52 bits of u would be too coarse for the remaining probability.
     jump = int(1 / rate)
     log_miss = math.log1p(-rate)
     typical = num_records * rate / -math.expm1(jump * log_miss)
@@ -39,12 +39,12 @@ def independent(num_records: int, *, rate: float, rng: Rng) -> Positions:
 
 
 def subset(size: int, *, num_records: int, rng: Rng) -> Positions:
-    """Draw `size` different positions, every set of them equally likely."""
+    """Draw `size` different positions; all sets of this size are equally likely."""
     if 2 * size > num_records:
         kept = np.ones(num_records, dtype=bool)
         kept[subset(num_records - size, num_records=num_records, rng=rng)] = False
         return np.flatnonzero(kept)
-    largest = 2**64 - 2**64 % num_records - 1  # words above it would favour the low positions
+    largest = 2**64 - 2**64 % num_records - 1  # rejecting larger words avoids modulo bias
     count = size + size // 2 + 16
     while True:
         words = rng.words(count)
@@ -56,11 +56,11 @@ def subset(size: int, *, num_records: int, rng: Rng) -> Positions:
         count *= 2
 
 
-def dealt(num_records: int, *, start: int, stop: int, rng: Rng) -> Positions:
-    """The positions that stand at `start` up to `stop` in a random order of them all.
+def slice_of_shuffle(num_records: int, *, start: int, stop: int, rng: Rng) -> Positions:
+    """Return the positions ranked `start` up to `stop` in a random order of all positions.
 
-    Guarantees: ranges that part the order part the positions. Equal tickets, of chance n²/2⁶⁵,
-    stay together, which moves the size of a batch and puts no position into two.
+    Guarantees: disjoint ranges give disjoint positions. Two equal tickets (probability n²/2⁶⁵)
+    go to the same range, which changes the size of a batch but puts no position into two batches.
     """
     tickets = rng.words(num_records)
     ranked = np.partition(tickets, [k for k in (start, stop) if k < num_records])

@@ -1,4 +1,4 @@
-"""Positions in, batches of tensors out: in order, also with worker processes."""
+"""Loads the batches at drawn positions, in order, with or without worker processes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,32 @@ from hushgrad.sampling.sources import Columns, Source, source_of
 from hushgrad.types import Batch, Refused
 
 _LONGEST_GAP = 128  # batches between two tests of the collate function
-_MOST_TESTED = 64  # records in such a test, after the first
+_MOST_TESTED = 64  # records in such a test, except in the first one
 
 
 class Loader:
-    """Batches from a tensor, an array, a tuple or mapping of them, or a map-style data set.
+    """Loads batches from a tensor, an array, a tuple or mapping of them, or a map-style data set.
 
-    A record's structure is kept. `workers` processes prefetch for map-style data sets, and change
-    no batch. The length of the data is private: it is shown nowhere and no divisor depends on it.
+    Guarantees: batches keep the structure of a record, and do not depend on `workers`. The length
+    of the data is private: nothing shows it and no divisor depends on it. A collate function that
+    mixes records is refused: at batches 1, 2, 4, 8, … and every 128th, records are collated
+    together with different other records, and must stay bit-identical.
 
-    `collate` puts a list of records together, each by itself: to a fixed length, not to the
-    longest of the batch. At the 1st batch, the 2nd, 4th, 8th … and every 128th, records are
-    collated beside different others, and must keep their entries bit for bit.
+    Args:
+        data: the records.
+        collate: combines a list of records into a batch, each on its own: pad to a fixed length,
+            not to the longest record of the batch.
+        workers: the number of processes that prefetch from a map-style data set.
+
+    Raises:
+        Refused: if the data have no record, no length or no positions, or if records are mixed.
+
+    Example:
+        >>> import numpy as np
+        >>> loader = Loader((torch.arange(6).view(3, 2), torch.tensor([0, 1, 2])))
+        >>> loader.load(np.array([0, 2]))
+        (tensor([[0, 1],
+                [4, 5]]), tensor([0, 2]))
     """
 
     def __init__(self, data: Any, *, collate: Collate | None = None, workers: int = 0) -> None:
@@ -39,48 +53,48 @@ class Loader:
         self._length = len(source)
         if self._length == 0:
             raise Refused(
-                "expected at least one record, which tells the structure of a batch, got none; "
-                "load the data before the run starts"
+                "expected at least one record, which shows the structure of a batch, got an empty "
+                "data set; load the data before the run starts"
             )
         self._fetch = _Fetch(source, collate)
-        # Another process would only copy what is in this one's memory already.
+        # Workers would only copy what this process already has in memory.
         self._workers = 0 if isinstance(source, Columns) and collate is None else workers
         self._empty = _empty_like_first(self._fetch)
         self._loaded = 0
 
     def __len__(self) -> int:
-        """The number of records. Private: it must not be shown."""
+        """Return the number of records. It is private: do not show it."""
         return self._length
 
     def fingerprint(self, key: bytes) -> str:
-        """A keyed digest of all the data; "" where records are read one by one when needed."""
+        """Return a keyed digest of all data; "" if records are read one by one when needed."""
         source = self._fetch.source
         return source.fingerprint(key) if isinstance(source, Columns) else ""
 
     @property
     def columns(self) -> Any:
-        """The tensors or arrays that hold all the records; () if records are fetched one by one."""
+        """The tensors or arrays that hold all records; () if records are fetched one by one."""
         source = self._fetch.source
         return source.columns if isinstance(source, Columns) and not self._fetch.collate else ()
 
     def load(self, positions: Positions) -> Batch:
-        """The batch of these records, in this order; positions without a record are left out.
+        """Return the batch of these records, in this order; positions without a record are skipped.
 
-        Without records it is a batch of none, in the structure, dtypes and shapes of record 0.
-        That record is read for them, and nothing of it is in the batch.
+        If no record is left, the batch is empty, with the structure, dtypes and shapes of record 0
+        (and none of its values).
         """
         return self._or_empty(self._fetch[self._present(positions)])
 
     def load_each(self, draws: Iterable[Positions]) -> Iterator[Batch]:
-        """The batches of these draws, in order; with workers the next ones are fetched ahead."""
+        """Yield the batches of these draws, in order; workers prefetch the next ones."""
         if self._workers == 0:
             yield from map(self.load, draws)
             return
-        # A generator of its own: torch's loader would draw the workers' seed from the global one,
-        # and a model's dropout would change with the number of workers.
+        # Without a separate generator torch's loader would draw the workers' seed from the global
+        # one, and a model's dropout would depend on the number of workers.
         seeds = torch.Generator().manual_seed(torch.initial_seed())
         lists = (self._present(positions) for positions in draws)
-        # With `batch_size=None` each list of positions counts as one item, and is not collated.
+        # With `batch_size=None` torch treats each list of positions as one item.
         fetched: DataLoader[Batch] = DataLoader(
             self._fetch,
             batch_size=None,
@@ -94,7 +108,7 @@ class Loader:
     def batches(
         self, scheme: Draws, *, num_records: int, steps: range, rng: Rng
     ) -> Iterator[Batch]:
-        """The batches of these steps, drawn by `scheme` for the plan's public `num_records`."""
+        """Yield the batches of these steps, drawn by `scheme` for the public `num_records`."""
         span = scheme.span(num_records, length=self._length)
         return self.load_each(scheme.draw(span, step=step, rng=rng) for step in steps)
 
@@ -112,7 +126,7 @@ class Loader:
 
 
 class _Fetch(Dataset[Any]):
-    """Batches by lists of positions, in this process or in a worker; None for no positions."""
+    """Fetches the batch at a list of positions, here or in a worker; None for an empty list."""
 
     def __init__(self, source: Source, collate: Collate | None) -> None:
         self.source, self.collate = source, collate
@@ -120,20 +134,20 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, positions: list[int]) -> Batch | None:
         if not positions:
             return None
-        batch = self.unchecked(positions)
+        batch = self.fetch(positions)
         if self.collate is not None:
             require_each(batch, len(positions))
         return batch
 
-    def unchecked(self, positions: list[int]) -> Batch:
-        """The batch as it comes, with any number of rows."""
+    def fetch(self, positions: list[int]) -> Batch:
+        """Return the batch without checking its number of rows."""
         if self.collate is None:
             return self.source.batch(positions)
         return self.collate(self.source.records(positions))
 
 
 def _some_of(positions: list[int]) -> list[int]:
-    """At most 64 of them, from first to last."""
+    """Return at most 64 of the positions, evenly spaced."""
     return positions[:: -(-len(positions) // _MOST_TESTED)]
 
 
@@ -142,12 +156,12 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _empty_like_first(fetch: _Fetch) -> Batch:
-    """None of record 0, once it is seen that the records are in the first dimension.
+    """Return an empty batch like record 0, after checking that records are in dimension 0.
 
-    Two sizes are tried: one alone could be that of something else by chance.
+    Two sizes are tried, because another dimension could have one of them by chance.
     """
-    with torch.random.fork_rng(devices=[]):  # reading a record may draw its augmentation
-        probes = {size: fetch.unchecked([0] * size) for size in (2, 3)}
+    with torch.random.fork_rng(devices=[]):  # augmentation may draw random numbers
+        probes = {size: fetch.fetch([0] * size) for size in (2, 3)}
     for size, probe in probes.items():
         leaves = leaves_of(probe)
         for leaf in leaves:
@@ -163,5 +177,5 @@ def _empty_like_first(fetch: _Fetch) -> Batch:
                 f"got {f'shapes {shapes}' if shapes else 'no tensor'} for {size} records; move "
                 "them to the front in collate, and let the loss close over what they share"
             )
-    # Cloned, since a slice would keep the record alive behind it.
+    # Cloned, because a slice would keep the record's memory alive.
     return map_leaves(lambda x: x[:0].clone(), probes[2])

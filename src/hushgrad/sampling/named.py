@@ -14,31 +14,71 @@ SamplingOf = Callable[[int, int], Sampling]
 
 
 def poisson_batches(batch: int, records: int) -> Sampling:
-    """Each record by itself with probability batch / records: the default.
+    """Return Poisson sampling with probability batch / records, the default.
 
-    >>> poisson_batches(10, 1000)
-    Poisson(rate=0.01)
+    Args:
+        batch: the expected batch size.
+        records: the public number of records.
+
+    Example:
+        >>> poisson_batches(10, 1000)
+        Poisson(rate=0.01)
     """
     return Poisson(batch / records)
 
 
 def fixed_batches(batch: int, records: int) -> Sampling:
-    """Batches of one size, drawn without replacement and anew at each step."""
+    """Return sampling without replacement, independently at each step.
+
+    Args:
+        batch: the batch size.
+        records: the public number of records; ignored.
+
+    Example:
+        >>> fixed_batches(10, 1000)
+        WithoutReplacement(batch=10)
+    """
     return WithoutReplacement(batch)
 
 
 def shuffled_batches(batch: int, records: int) -> Sampling:
-    """Shuffled epochs in batches of one size, without amplification."""
+    """Return shuffled epochs in batches of one size, without amplification.
+
+    Args:
+        batch: the batch size.
+        records: the public number of records; ignored.
+
+    Example:
+        >>> shuffled_batches(10, 1000)
+        Shuffled(batch=10)
+    """
     return Shuffled(batch)
 
 
 def full_batches(batch: int, records: int) -> Sampling:
-    """Every record at every step."""
+    """Return full batches: every record at every step.
+
+    Args:
+        batch: ignored.
+        records: the public number of records; ignored.
+
+    Example:
+        >>> full_batches(1000, 1000)
+        FullBatch()
+    """
     return FullBatch()
 
 
 def truncated_batches(max_batch: int) -> SamplingOf:
-    """Poisson sampling in which a batch larger than `max_batch` is cut to it at random."""
+    """Return a choice of Poisson sampling that truncates batches above `max_batch`.
+
+    Args:
+        max_batch: the largest batch.
+
+    Example:
+        >>> truncated_batches(16)(10, 1000)
+        TruncatedPoisson(rate=0.01, max_batch=16)
+    """
     return lambda batch, records: TruncatedPoisson(batch / records, max_batch)
 
 

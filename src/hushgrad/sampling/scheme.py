@@ -1,6 +1,7 @@
-"""What a sampling scheme is: it draws the batches of a run and states their amplification.
+"""The protocols of a sampling scheme: it draws a run's batches and states their amplification.
 
-Fixed-size and shuffled batches are re-cut when a record is removed: they are never add/remove.
+Removing a record changes which other records share fixed-size and shuffled batches, so these have
+no add/remove guarantee.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from hushgrad.sampling.draws import Positions
 from hushgrad.types import Batch, Refused, Relation
 
 SMALLEST_RATE = 2.0**-32
-"""Below this the error of 2⁻⁴⁹ in a drawn rate would exceed 2⁻¹⁷ of it."""
+"""The smallest rate: below it, the error of 2⁻⁴⁹ in a drawn rate would exceed 2⁻¹⁷ of it."""
 
 ANY_RELATION = frozenset(Relation)
-"""For schemes that treat each record by itself."""
+"""For schemes that draw each record independently."""
 
 SAME_SIZE = frozenset({Relation.REPLACE_ONE, Relation.ZERO_OUT})
 """For schemes whose batches depend on the number of records."""
@@ -27,7 +28,13 @@ SAME_SIZE = frozenset({Relation.REPLACE_ONE, Relation.ZERO_OUT})
 
 @runtime_checkable
 class Sampling(Protocol):
-    """What the accountant needs to know of how batches were sampled."""
+    """What the accountant needs to know about the sampling of batches.
+
+    Example:
+        >>> from hushgrad.sampling import Poisson
+        >>> isinstance(Poisson(0.1), Sampling)
+        True
+    """
 
     @property
     def relations(self) -> frozenset[Relation]:
@@ -39,7 +46,7 @@ class Sampling(Protocol):
 
     @property
     def sees_all(self) -> bool:
-        """True if every record is in every batch, so that nothing is left to chance."""
+        """True if every record is in every batch, so that nothing is random."""
 
     @property
     def participation(self) -> Participation | None:
@@ -47,30 +54,36 @@ class Sampling(Protocol):
 
     @property
     def loader(self) -> Iterable[Batch] | None:
-        """What brings the batches, where it is not hushgrad that draws them."""
+        """The user's loader that yields the batches, or None if hushgrad draws them."""
 
     def expected_batch(self, num_records: int) -> float:
-        """The public divisor of a step's sum, from the plan's public record count."""
+        """Return the public divisor of a step's sum, from the plan's public number of records."""
 
     def resized(self, batch: int, *, num_records: int) -> Sampling:
-        """The same way to sample with batches of another expected size, for some of the steps."""
+        """Return the same kind of sampling with another expected batch size, for some steps."""
 
     def epoch(self, num_records: int) -> int | None:
-        """So many steps deal every record out once; None where each step draws by itself."""
+        """Return the steps in which each record comes once; None if steps draw independently."""
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
-        """The event of one step that runs `event` on one batch."""
+        """Return the event of one step that runs `event` on one batch."""
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
-        """The event of the steps 0 up to `num_steps`, each running `event` on its batch."""
+        """Return the event of the steps 0 up to `num_steps`, each with `event` on its batch."""
 
 
 @runtime_checkable
 class Draws(Protocol):
     """What draws the batches of a run.
 
-    `draw` depends on the key, the step and the count alone, so that a resumed run draws the same
-    batches. Positions are ascending: nothing depends on the order in which they were drawn.
+    Guarantees: `draw` depends only on the key, the step and the number of records, so that a
+    resumed run draws the same batches. Positions are ascending, so that nothing depends on the
+    order in which they were drawn.
+
+    Example:
+        >>> from hushgrad.sampling import FullBatch
+        >>> isinstance(FullBatch(), Draws)
+        True
     """
 
     @property
@@ -78,62 +91,82 @@ class Draws(Protocol):
         """The relations between data sets under which the batches may be accounted for."""
 
     def span(self, num_records: int, *, length: int) -> int:
-        """How many positions to draw from, for a public number of records and the real one.
+        """Return how many positions to draw from, given the public and the real record count.
 
-        There need not be a record at each. What it returns is private where it follows `length`.
+        A position need not have a record. The result is private if it depends on `length`.
         """
 
     def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
-        """The positions in the batch of one step."""
+        """Return the positions in the batch of one step."""
 
 
 @runtime_checkable
 class Scheme(Sampling, Draws, Protocol):
-    """A sampling that this library draws itself."""
+    """A sampling that hushgrad draws itself: `Sampling` and `Draws` together.
+
+    `hushgrad.testing.check_sampler` is the contract suite for your own.
+
+    Example:
+        >>> from hushgrad.sampling import Shuffled
+        >>> isinstance(Shuffled(8), Scheme)
+        True
+    """
 
 
 def every_position(num_records: int, length: int) -> int:
-    """The span of schemes under which a record may be added or removed: every record takes part.
+    """Return the span of schemes that allow add/remove: every record can be drawn.
 
-    Were those beyond the public count left out, removing one would pull another in and move the
-    sum by 2R.
+    If records beyond the public count were left out, removing one would let another one in, and
+    the sum would move by 2R.
     """
     return max(num_records, length)
 
 
 def refuse_resizing(sampling: Sampling) -> Refused:
-    """The refusal of a scheme whose batches all have one size."""
+    """Return the refusal for a scheme whose batches cannot have another size."""
     return Refused(
-        "expected Poisson sampling or batches without replacement where some steps have larger "
+        "expected Poisson sampling or sampling without replacement, because some steps use larger "
         f"batches, got {sampling.statement}; sample with Poisson(rate), or leave the size out"
     )
 
 
 def require_relation(sampling: Sampling, relation: Relation) -> None:
-    """Refuse a relation that the sampling cannot have."""
+    """Raise `Refused` if the sampling has no guarantee under this relation.
+
+    Args:
+        sampling: the sampling.
+        relation: what makes two data sets neighbours.
+
+    Raises:
+        Refused: with the relations that are possible.
+
+    Example:
+        >>> from hushgrad.sampling import Poisson
+        >>> require_relation(Poisson(0.1), Relation.ADD_REMOVE)
+    """
     if relation not in sampling.relations:
         possible = " or ".join(sorted(r.value for r in sampling.relations))
         raise Refused(
             f"expected {possible} with {sampling.statement}, got {relation.value}; removing a "
-            "record would change which others share its batch: sample with Poisson(rate), or "
+            "record would change which other records share a batch: sample with Poisson(rate), or "
             f"state the guarantee for {possible}"
         )
 
 
 def require_rate(rate: float) -> None:
-    """Refuse what is no sampling rate."""
+    """Raise unless `rate` is a sampling rate."""
     if not SMALLEST_RATE <= rate <= 1:
         raise ValueError(f"expected 2**-32 <= rate <= 1, got {rate}; pass batch / num_records")
 
 
 def require_whole(name: str, value: int) -> None:
-    """Refuse what is no number of records."""
+    """Raise unless `value` is a whole number above 0."""
     if value != int(value) or value < 1:
         raise ValueError(f"expected a whole {name} >= 1, got {value}; pass a number of records")
 
 
 def require_batch(batch: int, num_records: int) -> None:
-    """Refuse a batch that has more records than there are."""
+    """Raise if a batch would have more records than the data set."""
     if batch > num_records:
         raise ValueError(
             f"expected batch <= num_records = {num_records}, got {batch}; use FullBatch() to take "

@@ -1,4 +1,4 @@
-"""A user's own loader, with the user's word for what it samples."""
+"""A user's own loader, with the user's statement of how it samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,31 @@ from hushgrad.sampling.scheme import Sampling, Scheme, refuse_resizing
 from hushgrad.sampling.sources import Records
 from hushgrad.types import Batch, Refused, Relation
 
-_TRIED = 16  # records of a loader of the user's own, whose collate function is tried
+_TRIED = 16  # records of the user's loader on which its collate function is tested
 
 
 @dataclass(frozen=True)
 class Stated:
-    """Batches from `loader`, accounted as `scheme` because the user says so.
+    """Batches from your own `loader`, accounted for as `scheme` on your word.
 
-    Guarantees: none of its own; the statement carries "as stated by the user". A torch loader
-    that plainly samples otherwise, such as shuffled batches stated as Poisson, is refused, and one
-    whose collate function lets records meet.
+    Guarantees: none of its own; the guarantee of the run says "as stated by the user". A torch
+    loader whose samplers contradict the statement is refused, such as shuffled batches stated as
+    Poisson sampling, and so is a collate function that mixes records.
+
+    Args:
+        loader: an iterable of batches, which starts again each time it is iterated.
+        scheme: the sampling scheme that describes what the loader does.
+
+    Raises:
+        Refused: if the loader contradicts the statement.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> data = TensorDataset(torch.zeros(6, 2))
+        >>> stated = Stated(DataLoader(data, batch_size=2, shuffle=True), Shuffled(2))
+        >>> stated.statement
+        'shuffled epochs in batches of 2, no amplification, as stated by the user'
     """
 
     loader: Iterable[Batch]
@@ -52,40 +67,40 @@ class Stated:
 
     @property
     def sees_all(self) -> bool:
-        """As stated; nothing rests on it, since hushgrad does not draw these batches."""
+        """False: hushgrad does not draw these batches, so it cannot tell."""
         return False
 
     def expected_batch(self, num_records: int) -> float:
-        """The public divisor of a step's sum, from the plan's public record count."""
+        """Return the public divisor of a step's sum, from the plan's public number of records."""
         return self.scheme.expected_batch(num_records)
 
     def resized(self, batch: int, *, num_records: int) -> Sampling:
-        """Refused: the loader's batches are what they are."""
+        """Raise `Refused`: hushgrad cannot change the loader's batches."""
         raise refuse_resizing(self)
 
     def epoch(self, num_records: int) -> int | None:
-        """So many steps deal every record out once, as stated."""
+        """Return the steps in which each record comes once, as stated."""
         return self.scheme.epoch(num_records)
 
     def amplify(self, event: dp.DpEvent, *, num_records: int) -> dp.DpEvent:
-        """The event of one step that runs `event` on one batch."""
+        """Return the event of one step that runs `event` on one batch."""
         return self.scheme.amplify(event, num_records=num_records)
 
     def run_event(self, event: dp.DpEvent, *, num_records: int, num_steps: int) -> dp.DpEvent:
-        """The event of the steps 0 up to `num_steps`, each running `event` on its batch."""
+        """Return the event of the steps 0 up to `num_steps`, each with `event` on its batch."""
         return self.scheme.run_event(event, num_records=num_records, num_steps=num_steps)
 
     def batches(self, *, num_records: int, steps: range) -> Iterator[Batch]:
-        """One batch for each step, going through the loader as often as it takes.
+        """Yield one batch for each step, iterating over the loader as often as needed.
 
-        With shuffled epochs each pass must be one epoch, or a record would come more often than
-        it is accounted for.
+        With shuffled epochs each pass over the loader must be one epoch. Otherwise a record would
+        be used more often than it is accounted for.
         """
         epoch = self.scheme.epoch(num_records)
         if epoch and steps.start % epoch:
             raise Refused(
-                f"expected a first step that begins an epoch of {epoch} steps, got "
-                f"{steps.start}; resume a loader of your own at the end of an epoch"
+                f"expected a first step that begins an epoch of {epoch} steps, got step "
+                f"{steps.start}; with a loader of your own, stop and resume at the end of an epoch"
             )
         _refuse_coupling(self.loader)
         step, first = steps.start, steps.start
@@ -99,13 +114,13 @@ class Stated:
             if step == first or (epoch and step < steps.stop and step - first < epoch):
                 raise Refused(
                     f"expected {f'{epoch} batches' if epoch else 'a batch'} from each pass over "
-                    f"the loader, got {step - first}; pass an iterable that starts anew each time "
-                    "and leaves out no batch"
+                    f"the loader, got {step - first}; pass an iterable that starts again each time "
+                    "and skips no batch"
                 )
 
 
 def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
-    """Refuse a statement that torch's own samplers contradict."""
+    """Refuse a statement that the loader's torch samplers contradict."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return
     cut, order = loader.batch_sampler, loader.batch_sampler.sampler
@@ -115,7 +130,7 @@ def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
     if one_each and scheme != Shuffled(cut.batch_size):
         raise Refused(
             f"expected the statement Shuffled({cut.batch_size}) for a DataLoader that cuts each "
-            f"epoch into batches of {cut.batch_size}, got {scheme}; state that, or let "
+            f"epoch into batches of {cut.batch_size}, got {scheme}; state Shuffled, or let "
             "hushgrad sample: pass the data set and the scheme"
         )
     if isinstance(order, RandomSampler) and order.replacement:
@@ -131,7 +146,7 @@ def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
 
 
 def _refuse_coupling(loader: Iterable[Batch]) -> None:
-    """Try a torch loader's data set and collate function on a few records."""
+    """Test a torch loader's data set and collate function on a few records."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return
     if isinstance(loader.dataset, IterableDataset):

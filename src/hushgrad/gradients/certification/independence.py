@@ -170,7 +170,7 @@ def _find_moved_bits(passes: Passes, size: int, beside: BesideOthers) -> str | N
     reference, program, _ = passes.probe(size)
     moved, tolerance = None, passes.oracle.precision.loss
     for batches, places in beside(passes, size):
-        taken = (_unless_refused(passes, batch, size) for batch in batches)
+        taken = (_run_if_taken(passes, batch, size) for batch in batches)
         found = next((x for x in taken if x is not None), None)
         if found is None:
             continue
@@ -220,7 +220,7 @@ def _one_in_turn(turn: int) -> BesideOthers:
     return one
 
 
-def _unless_refused(passes: Passes, batch: Batch, size: int) -> PassResult | None:
+def _run_if_taken(passes: Passes, batch: Batch, size: int) -> PassResult | None:
     try:
         return passes.run(batch, size)
     except Exception:  # the model takes no such records

@@ -22,7 +22,7 @@ from hushgrad.gradients.forms.loop import one_record
 from hushgrad.gradients.guards import restored
 from hushgrad.gradients.objective import Objective, layer_called
 from hushgrad.gradients.probes import irregular
-from hushgrad.parallel.single import no_wrapper_called
+from hushgrad.parallel.single import refuse_wrapper_calls
 from hushgrad.types import Batch, Refused
 
 _BLUR = 4.0  # a pass rounds at every layer, a shift of the parameters but once
@@ -130,7 +130,7 @@ def _each_alone(
     alone, wrote, loss = [], False, neutral.choosing_draws(objective.loss)
     for i in range(records.count(few)):
         record, copies = records.cut(few, i, i + 1), records.MULTIPLE
-        with restored(objective.params, objective.modules) as changed, no_wrapper_called():
+        with restored(objective.params, objective.modules) as changed, refuse_wrapper_calls():
             run = one_record(loss, objective.params, record, copies, backward=backward)
             alone.append(run)
         wrote |= bool(changed)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hushgrad.gradients.factors.choice import settle
-from hushgrad.gradients.factors.gram import Rough, sharing_rows
+from hushgrad.gradients.factors.gram import Rough, share_rows
 from hushgrad.gradients.factors.held import LARGEST_FACTOR, LARGEST_PRODUCT, Gradient, measure
 from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer, Rows, Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
@@ -94,16 +94,16 @@ class Gradients:
     def squares(self) -> dict[str, Square]:
         """Squared norms as estimate and slack."""
         self.require_unwritten()
-        _, _, held = self._measured
+        _, _, held = self._measurement
         none = Square(self._zeros(), self._zeros())
         return {name: held.get(name, none).each(self._slots.of_records) for name in self._params}
 
     @cached_property
-    def _measured(self) -> tuple[float, Float[Tensor, "used rows"], dict[str, Square]]:
+    def _measurement(self) -> tuple[float, Float[Tensor, "used rows"], dict[str, Square]]:
         """What `measure` returns, and the squares of all rows."""
         if not self.held_gradients:
             return 0.0, self._zeros().expand(0, -1), {}
-        with torch.no_grad(), exact_products(self._losses.device), sharing_rows():
+        with torch.no_grad(), exact_products(self._losses.device), share_rows():
             largest, uppers = measure(self.held_gradients.values())
             return (
                 largest,
@@ -113,7 +113,7 @@ class Gradients:
 
     def sq_norms(self) -> dict[str, Float[Tensor, " batch"]]:
         self.require_unwritten()
-        _, uppers, _ = self._measured
+        _, uppers, _ = self._measurement
         norms = dict(zip(self.held_gradients, self._slots.of_records(uppers).unbind(), strict=True))
         if len(norms) == len(self._params):
             return norms
@@ -128,7 +128,7 @@ class Gradients:
     ) -> dict[str, Tensor]:
         self.require_unwritten()
         with torch.no_grad(), exact_products(self._losses.device):
-            largest, uppers, _ = self._measured
+            largest, uppers, _ = self._measurement
             # Padding counts too: a copy has draws of its own.
             # 0 · nan is not 0: where any row is not finite, rows of weight 0 are masked out.
             finite = math.isfinite(largest) or bool(uppers.isfinite().all())

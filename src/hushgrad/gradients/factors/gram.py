@@ -153,7 +153,7 @@ _recent: ContextVar[_Recent | None] = ContextVar("_recent", default=None)
 
 
 @contextmanager
-def sharing_rows() -> Iterator[None]:
+def share_rows() -> Iterator[None]:
     """Inside, rows that parameters have in common are multiplied once.
 
     Such are a recurrent layer's gates, the input of queries, keys and values, or the gradients of a

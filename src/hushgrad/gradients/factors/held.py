@@ -27,7 +27,7 @@ from hushgrad.gradients.factors.gram import (
 )
 from hushgrad.gradients.factors.kinds import Dense, Factor, OneHot, Outer
 from hushgrad.gradients.factors.sums import Extent, Summation
-from hushgrad.numerics import RELATIVE_SLACK, Square, nothing_lost_at_zero, rounding, square_norms
+from hushgrad.numerics import RELATIVE_SLACK, Square, rounding, square_norms, without_slack_at_zero
 from hushgrad.types import Shape
 
 
@@ -66,7 +66,7 @@ class Materialised:
     @cached_property
     def square(self) -> Square:
         """Certified squares; a record that under- or overflows float32 is redone in float64."""
-        square = nothing_lost_at_zero(self.rough.square, self._dense.values)
+        square = without_slack_at_zero(self.rough.square, self._dense.values)
         loose = _indices(square.loose)
         if not loose:
             return square

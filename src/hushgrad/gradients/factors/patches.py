@@ -113,7 +113,7 @@ _PIECE = 2**22  # bytes of gradients that one call writes: it needs three times 
 def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """All per-sample weight gradients, some records at a time, so that little memory is needed."""
     batch, size = len(x), math.prod(geometry.weight) * x.element_size()
-    write = _grouped
+    write = _convolve_in_groups
     if _is_worth_folding(geometry):  # the copies of the input may be larger than what is written
         write, copies = _folded, geometry.weight[-1] / geometry.stride[-1]
         size = max(size, int(2 * copies * x[0].nbytes))
@@ -127,7 +127,7 @@ def _materialise(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     return written
 
 
-def _grouped(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
+def _convolve_in_groups(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """One grouped convolution, with the samples as groups.
 
     That costs what the ordinary weight gradient costs; patches and products cost eight times it.
@@ -196,7 +196,7 @@ def _folded(x: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     if lanes > folded.shape[2]:
         folded = F.pad(folded, (0, 0, 0, 0, 0, lanes - folded.shape[2]))
     plain = Geometry((out, lanes, rows, 1), (1, 1), (0, 0), (1, 1), 1)
-    weights = _grouped(folded, gradient, plain)[:, :, : channels * step * width, :, 0]
+    weights = _convolve_in_groups(folded, gradient, plain)[:, :, : channels * step * width, :, 0]
     back = weights.unflatten(2, (channels, step, width)).permute(0, 1, 2, 5, 3, 4)
     whole: Tensor = back.flatten(3, 4)[..., :height, :].contiguous()
     return whole

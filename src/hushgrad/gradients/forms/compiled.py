@@ -27,7 +27,7 @@ from hushgrad.gradients.comparison import Precision, apart, differs
 from hushgrad.gradients.errors import without_numbers
 from hushgrad.gradients.factors.choice import settle
 from hushgrad.gradients.factors.gradients import Gradients, UseKey
-from hushgrad.gradients.factors.gram import Rough, sharing_rows
+from hushgrad.gradients.factors.gram import Rough, share_rows
 from hushgrad.gradients.factors.held import Stacked
 from hushgrad.gradients.factors.kinds import Use
 from hushgrad.gradients.factors.slots import Slots, in_turn
@@ -303,7 +303,7 @@ def _measure_all(gradients: Gradients, params: Params) -> tuple[list[_Held], lis
     """Settle every gradient and take its rough norms, as tensors and how to put them together."""
     layout: list[_Held] = []
     tensors: list[Tensor] = []
-    with torch.no_grad(), exact_products(gradients.losses.device), sharing_rows():
+    with torch.no_grad(), exact_products(gradients.losses.device), share_rows():
         for name, found in gradients.factors.items():
             if not found:
                 continue

@@ -22,7 +22,12 @@ from hushgrad.gradients.tracing.rules import (  # noqa: F401  (they register)
 )
 from hushgrad.gradients.tracing.rules.arithmetic import on_spread
 from hushgrad.gradients.tracing.rules.general import by_derivative
-from hushgrad.gradients.tracing.rules.registry import DECOMPOSITIONS, REGISTERED, find_rule
+from hushgrad.gradients.tracing.rules.registry import (
+    DECOMPOSITIONS,
+    REGISTERED,
+    find_rule,
+    inner_function,
+)
 from hushgrad.gradients.tracing.rules.weights import back, keep_as_factors
 
 
@@ -30,6 +35,8 @@ def on_records(call: Call, name: str, args: Any, kwargs: Any) -> Saves:
     """The operation's own rule, or its derivative taken record by record."""
     known = find_rule(call.function)
     call.trusted = call.function in REGISTERED
+    if not call.trusted:
+        call.function = inner_function(call.function)
     saves = known(call, *args, **kwargs) if known is not None else None
     return saves if saves is not None else by_derivative(call, name)
 

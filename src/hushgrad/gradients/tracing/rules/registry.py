@@ -102,6 +102,11 @@ def operation(function: Function) -> Function:
     return intercepted  # type: ignore[return-value]
 
 
+def inner_function(function: Any) -> Any:
+    """What a function made by `operation` runs, which is what it was made from."""
+    return function.__wrapped__ if function in _OPERATIONS else function
+
+
 def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], OperationRule]:
     """Teach hushgrad the per-sample gradients of an operation, by a function for `form=traced`.
 

@@ -1,4 +1,4 @@
-"""Points: the values of parameters, kept aside, put in for a while, or moved to."""
+"""Iterates: copies of the parameters' values, restored for a while or for good."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from hushgrad.types import Params
 
 Values = Mapping[str, Tensor]
-"""A tensor for each parameter."""
+"""A tensor for each parameter, by name."""
 
 
-def point(params: Params) -> dict[str, Tensor]:
-    """A copy of the parameters' values."""
+def copy_values(params: Params) -> dict[str, Tensor]:
+    """Return a copy of the parameters' values, the current iterate."""
     return {name: p.detach().clone() for name, p in params.items()}
 
 
-def move(params: Params, values: Values) -> None:
+def set_values(params: Params, values: Values) -> None:
     """Set the parameters to these values."""
     with torch.no_grad():
         for name, p in params.items():
@@ -27,10 +27,10 @@ def move(params: Params, values: Values) -> None:
 
 
 @contextmanager
-def swapped(params: Params, values: Values) -> Iterator[None]:
-    """Have the parameters at other values for a while.
+def exchange_values(params: Params, values: Values) -> Iterator[None]:
+    """Give the parameters other values within a `with` block.
 
-    The tensors are exchanged and not written, so that what was computed from them stays true.
+    The storages are exchanged, not written, so that graphs built from the old values stay valid.
     """
     kept = {name: p.data for name, p in params.items()}
     try:
@@ -43,11 +43,11 @@ def swapped(params: Params, values: Values) -> Iterator[None]:
 
 
 def norm(values: Values) -> float:
-    """The Euclidean norm of all values together, in float64."""
+    """Return the Euclidean norm of all values together, in float64."""
     squares = [x.double().square().sum() for x in values.values()]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def distance(one: Values, other: Values) -> float:
-    """How far apart two points are."""
+    """Return the Euclidean distance between two iterates."""
     return norm({name: one[name].double() - other[name].double() for name in one})

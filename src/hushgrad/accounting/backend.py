@@ -1,8 +1,8 @@
-"""`dp_accounting` as it is told about our events: what a multiplier means, and what is covered.
+"""The adapter to `dp_accounting`: translates our events and multipliers into the package's.
 
-Under replace-one its RDP accountant takes noise ÷ sensitivity, which is noise/(2C), and its PLD
-accountant takes noise/C and doubles by itself. Both were tried against version 0.6 and are pinned
-by tests/accounting/test_coverage.py.
+Under replace-one the package's RDP accountant expects noise ÷ sensitivity, which is noise/(2C),
+while its PLD accountant expects noise/C and doubles by itself. tests/accounting/test_coverage.py
+pins both conventions, found in version 0.6.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dp_accounting.dp_event import (
 from dp_accounting.pld import PLDAccountant, common, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 
-from hushgrad.events import MixedDpEvent, PureDpEvent, ShuffledDpEvent, merged, on_one_batch
+from hushgrad.events import MixedDpEvent, PureDpEvent, ShuffledDpEvent, count_leaves, on_one_batch
 from hushgrad.types import Refused, Relation
 
 _RELATIONS = {
@@ -42,19 +42,19 @@ _RELATIONS = {
     Relation.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
 _MOST_NOISE = 2.0**50
-"""Noise beyond this counts as this much, and less than 1 ÷ it as none: both over-state ε.
+"""Multipliers above this count as this, and below its inverse as no noise: both over-state ε.
 
 Accountants square the multiplier and its inverse, which must not overflow.
 """
 
-_SPARSE = 1000  # steps; fewer are left to the package as they are
+_SPARSE = 1000  # steps; up to this many, the package's sparse composition is fast enough
 
-Parts = list[tuple[DpEvent, int]]
-"""Events that are no compositions, with the number of times that each happens."""
+CountedParts = list[tuple[DpEvent, int]]
+"""Events that are not compositions, with the number of times that each happens."""
 
 
 class PldAccountant(PLDAccountant):  # type: ignore[misc]
-    """The package's PLD accountant, which also knows `PureDpEvent` and mixtures."""
+    """The package's PLD accountant, extended by `PureDpEvent` and mixtures."""
 
     def __init__(self, relation: Relation, interval: float) -> None:
         super().__init__(_RELATIONS[relation], interval)
@@ -64,13 +64,13 @@ class PldAccountant(PLDAccountant):  # type: ignore[misc]
     def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
         ours = isinstance(event, PureDpEvent)
         if do_compose and (ours or _is_slow(event)):
-            one = _once(event, self._relation, self._value_discretization_interval)
-            self._pld = self._pld.compose(_many(one, count))
+            one = _pld_of_step(event, self._relation, self._value_discretization_interval)
+            self._pld = self._pld.compose(_compose_pld(one, count))
             return None
         return None if ours else super()._maybe_compose(event, count, do_compose)
 
     def mix(self, found: Iterable[tuple[PldAccountant, float]]) -> None:
-        """Become one of these, each with its probability: their losses, so weighted."""
+        """Take the privacy loss of a mixture of these accountants, with these probabilities."""
         total = 0.0
         for other, chance in found:
             total += chance
@@ -87,7 +87,7 @@ class PldAccountant(PLDAccountant):  # type: ignore[misc]
 
 
 def _is_slow(event: DpEvent) -> bool:
-    """Tell whether one step takes the package longer than composing many."""
+    """Tell whether computing one step's privacy loss takes longer than composing many steps."""
     match event:
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=z)):
             return bool(z > 0)
@@ -99,10 +99,11 @@ def _is_slow(event: DpEvent) -> bool:
     return False
 
 
-def _many(one: Any, count: int) -> Any:
-    """`count` independent steps of this privacy loss.
+def _compose_pld(one: Any, count: int) -> Any:
+    """Compose `count` independent steps of this privacy loss.
 
-    A sparse distribution would first work out size**count, a number of millions of digits.
+    For a sparse distribution the package would first compute size**count, an integer with millions
+    of digits, so it is made dense.
     """
     if count > _SPARSE:
         pmf = (one._pmf_remove.to_dense_pmf(), one._pmf_add.to_dense_pmf())
@@ -111,8 +112,8 @@ def _many(one: Any, count: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _once(event: DpEvent, relation: Relation, interval: float) -> Any:
-    """The privacy loss of one step, kept for the next number of steps that is asked about."""
+def _pld_of_step(event: DpEvent, relation: Relation, interval: float) -> Any:
+    """Return the privacy loss of one step, cached because searches vary the number of steps."""
     losses = privacy_loss_distribution
     if isinstance(event, PureDpEvent):
         pure = common.DifferentialPrivacyParameters(event.epsilon, 0.0)
@@ -142,7 +143,7 @@ def _once(event: DpEvent, relation: Relation, interval: float) -> Any:
 
 
 class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
-    """The package's RDP accountant, which also knows `PureDpEvent`."""
+    """The package's RDP accountant, extended by `PureDpEvent`."""
 
     def __init__(self, relation: Relation, orders: tuple[float, ...]) -> None:
         super().__init__(orders, _RELATIONS[relation])
@@ -151,26 +152,26 @@ class RenyiAccountant(RdpAccountant):  # type: ignore[misc]
         if not isinstance(event, PureDpEvent):
             return super()._maybe_compose(event, count, do_compose)
         if do_compose:
-            # Randomised response is the worst that ε-DP can be: e^ε against 1, and the reverse.
+            # Randomised response is the worst case of ε-DP: odds of e^ε against 1, and the reverse.
             alpha, total = self._orders, np.logaddexp(0, event.epsilon)
             worst = np.logaddexp(alpha * event.epsilon, (1 - alpha) * event.epsilon)
             self._rdp += count * (worst - total) / (alpha - 1)
         return None
 
 
-def parts(event: DpEvent, relation: Relation) -> Parts:
-    """Take a composition apart; shuffled passes count one by one where they may count at all."""
-    found: Parts = []
-    for part, count in merged(_in_range(event)):
+def parts(event: DpEvent, relation: Relation) -> CountedParts:
+    """Split a composition; shuffled epochs become their events, except under add/remove."""
+    found: CountedParts = []
+    for part, count in count_leaves(_in_range(event)):
         if isinstance(part, ShuffledDpEvent) and relation is not Relation.ADD_REMOVE:
-            found += [(p, count * c) for p, c in merged(part.event)]
+            found += [(p, count * c) for p, c in count_leaves(part.event)]
         elif not isinstance(part, NoOpDpEvent):
             found.append((_on_one_batch(part), count))
     return found
 
 
 def _in_range(event: DpEvent) -> DpEvent:
-    """The same, or one that is less private, with every multiplier one that can be squared."""
+    """Clamp every multiplier to the range that can be squared, making the event less private."""
     if hasattr(event, "events"):
         return attr.evolve(event, events=[_in_range(inner) for inner in event.events])
     if hasattr(event, "event"):
@@ -184,7 +185,7 @@ def _in_range(event: DpEvent) -> DpEvent:
 
 
 def kinds(event: DpEvent, relation: Relation) -> Iterator[DpEvent]:
-    """Every part of `event` that is neither a composition nor a mixture, those inside one too."""
+    """Yield every part of `event` that is neither a composition nor a mixture, recursively."""
     for part, _ in parts(event, relation):
         if isinstance(part, MixedDpEvent):
             for drawn in part.events:
@@ -194,7 +195,7 @@ def kinds(event: DpEvent, relation: Relation) -> Iterator[DpEvent]:
 
 
 def composes_a_mixture(event: DpEvent, relation: Relation) -> bool:
-    """Tell whether a mixture happens more than once, or together with another event."""
+    """Tell whether a mixture is composed with itself or with another event."""
     found = parts(event, relation)
     mixed = [part for part, _ in found if isinstance(part, MixedDpEvent)]
     if mixed and (len(found) > 1 or found[0][1] > 1):
@@ -203,7 +204,7 @@ def composes_a_mixture(event: DpEvent, relation: Relation) -> bool:
 
 
 def releases(event: DpEvent, relation: Relation) -> int:
-    """Count the releases of `event`; of a mixture those of its longest event."""
+    """Count the releases of `event`; for a mixture, those of its longest event."""
     return sum(
         count * max(releases(drawn, relation) for drawn in part.events)
         if isinstance(part, MixedDpEvent)
@@ -213,7 +214,7 @@ def releases(event: DpEvent, relation: Relation) -> int:
 
 
 def pld_of(event: DpEvent, relation: Relation, interval: float) -> PldAccountant:
-    """Return the PLD accountant that was told `event`, of which it covers every part."""
+    """Return a PLD accountant that has composed `event`; it must cover every part."""
     accountant = PldAccountant(relation, interval)
     for part, count in parts(event, relation):
         if isinstance(part, MixedDpEvent):
@@ -229,14 +230,14 @@ def _on_one_batch(part: DpEvent) -> DpEvent:
         return part
     try:
         return attr.evolve(part, event=on_one_batch(part.event))
-    except Refused:  # left as it is, for the accountant to refuse
+    except Refused:  # unchanged, so that the accountant refuses it with a remedy
         return part
 
 
-def told_to_rdp(part: DpEvent, relation: Relation) -> DpEvent:
-    """Return what the RDP accountant has to be told: noise ÷ sensitivity.
+def rdp_event(part: DpEvent, relation: Relation) -> DpEvent:
+    """Return the event that the RDP accountant expects: with noise ÷ sensitivity.
 
-    An event that it does not know stays as it is, to be refused.
+    An event that it does not know stays unchanged, and is refused later.
     """
     if relation is not Relation.REPLACE_ONE:
         return part
@@ -252,12 +253,12 @@ def _nested(event: DpEvent) -> DpEvent:
         return attr.evolve(event, events=[_nested(inner) for inner in event.events])
     if hasattr(event, "count"):
         return attr.evolve(event, event=_nested(event.event))
-    return told_to_rdp(event, Relation.REPLACE_ONE)
+    return rdp_event(event, Relation.REPLACE_ONE)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the package's warnings that an order was left out, which is on the private side."""
+def silence_warnings() -> Iterator[None]:
+    """Silence the package's warnings that it skips an order, which only over-states ε."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

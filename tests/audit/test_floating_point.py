@@ -13,6 +13,7 @@ from hushgrad.audit.floating_point import (
     Attack,
     float32_noise,
     float64_noise,
+    hushgrad_noise,
     radii,
 )
 

@@ -16,13 +16,13 @@ from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import RDP
 from hushgrad.algorithms import Agd, FedAvg, LocalGd, PerDistance, Sgd, SpiderBoost, Srm, noisy_min
 from hushgrad.algorithms.algorithm import StepPlan
-from hushgrad.check_algorithms import check_algorithm
 from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.noise import gaussian, laplace
 from hushgrad.run.permit import ZcdpLimit
 from hushgrad.run.query import ClippedSum, Summand, answerable
 from hushgrad.run.step import StepContext
 from hushgrad.sampling import FullBatch
+from hushgrad.testing import check_algorithm
 from hushgrad.types import Bounded
 
 State = dict[str, Any]

@@ -123,21 +123,18 @@ def rule(*operations: Callable[..., Any]) -> Callable[[OperationRule], Operation
     - `Dense(values)` is a gradient written out, [records, *shape of the parameter]; `Outer(a, b)`
       stands for Σ_t b_t ⊗ a_t of a matrix, `OneHot(index, b, rows)` for rows of a table.
 
-    Guarantees: a rule is believed no more than the library's own. Certification compares what comes
-    of it with runs of one record at a time, and refuses the form `traced` where it is wrong. Models
-    that were certified before are certified again. An operation that draws random numbers is
-    refused, since its rule could not know the draws.
+    Guarantees: certification compares what comes of a rule with runs of one record at a time, and
+    refuses `traced` where it is wrong; models that were certified before are certified again. An
+    operation that draws random numbers is refused, since its rule could not know the draws.
 
     Args:
-        operations: torch's functions, methods (`torch.Tensor.add`) and kernels (`torch.ops…`, or
-            what `torch.library.custom_op` returns), and functions made by `operation`. A later rule
-            for the same operation takes the place of the earlier.
+        operations: torch's functions, methods and kernels (`torch.ops…`, `torch.library.custom_op`)
+            and functions made by `operation`. A later rule takes the place of an earlier one.
 
     Raises:
         ValueError: if calls of one of them cannot be intercepted.
 
-    Take a kernel of one's own that adds twice a vector to each record. Its rule says what comes
-    back to the vector, and the contract suite compares that with autograd, record by record:
+    A kernel that adds twice a vector, its rule, and the suite that compares it with autograd:
 
     >>> from hushgrad.gradients import Dense, traced
     >>> from hushgrad.testing import check_per_sample

@@ -201,7 +201,9 @@ def test_the_inside_of_a_ddp_model_is_refused(form: Any) -> None:
     model = net()
     wrapped = ddp(model)
     params = dict(model.named_parameters())
-    with pytest.raises(Refused, match=r"parameter '0\.weight' belongs to a DistributedDataParallel"):
+    with pytest.raises(
+        Refused, match=r"parameter '0\.weight' belongs to a DistributedDataParallel"
+    ):
         per_sample(loss_of(model), params, BATCH, form=form, modules=(model,))
     assert wrapped.module is model  # alive until here
     del wrapped

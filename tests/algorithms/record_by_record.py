@@ -89,8 +89,8 @@ def watched(
 
     inner = step.release  # another spy may be there
 
-    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:
-        released = inner(bounded, noise, rng=rng, step=step)
+    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int, **past: Any) -> Released:
+        released = inner(bounded, noise, rng=rng, step=step, **past)
         if not dict(net.named_parameters()).keys() <= bounded.sum.keys():
             return released  # scores or reports
         seen.sums.append(bounded)
@@ -171,8 +171,8 @@ class Spy:
         self.values: list[dict[str, Tensor]] = []
         monkeypatch.setattr("hushgrad.run.step.release", self)
 
-    def __call__(self, bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
-        found = release(bounded, noise, rng=rng, step=step)
+    def __call__(self, bounded: Bounded, noise: Noise, *, rng: Rng, step: int, **past):
+        found = release(bounded, noise, rng=rng, step=step, **past)
         self.bounded.append(bounded)
         self.noises.append(noise)
         self.values.append({n: x.clone() for n, x in found.values.items()})

@@ -159,12 +159,12 @@ def test_the_paid_choice_has_its_noise(monkeypatch, relation: Relation, factor: 
     """Trap 3: scale 2L/(nε') under add/remove and 4L/(nε') under replace-one, two-sided."""
     epsilon, drawn, scores = 0.2, list[float](), list[float]()
 
-    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int, **past):
         if "norm" not in bounded.sum:
-            return release(bounded, noise, rng=rng, step=step)
+            return release(bounded, noise, rng=rng, step=step, **past)
         assert bounded.l1 == pytest.approx(factor / 2 * C1 * (1 + SUM_SLACK) / RECORDS, rel=1e-9)
         assert noise.noise_multiplier == pytest.approx(2 / (epsilon - 2**-14), rel=1e-9)
-        found = release(bounded, noise, rng=rng, step=step)
+        found = release(bounded, noise, rng=rng, step=step, **past)
         drawn.append(float(found.values["norm"] - bounded.sum["norm"]))
         scores.append(float(bounded.sum["norm"]))
         return found
@@ -218,10 +218,10 @@ def test_the_grid_is_part_of_the_price_of_a_choice(epsilon: float) -> None:
 def test_a_penalty_does_not_carry_norms_to_where_a_record_is_lost(monkeypatch) -> None:
     found = list[float]()
 
-    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int):
+    def spy(bounded: Bounded, noise: Noise, *, rng: Rng, step: int, **past):
         if "norm" in bounded.sum:
             found.append(float(bounded.sum["norm"]) / bounded.l2)
-        return release(bounded, noise, rng=rng, step=step)
+        return release(bounded, noise, rng=rng, step=step, **past)
 
     monkeypatch.setattr("hushgrad.run.step.release", spy)
     watched(plan_of(Sgd(noisy_min(0.2)), **FULL), monkeypatch, penalty=1e20, lr=0.0)

@@ -125,7 +125,7 @@ def test_the_event_counts_the_stages_of_the_steps(algorithm, steps: int) -> None
 def test_batches_of_which_a_truncated_sampling_must_know_the_number_are_not_hidden() -> None:
     """A schedule of several samplings would get round the check on the number of records."""
     truncated = {"sampling": TruncatedPoisson(0.2, 20)}
-    with pytest.raises(Refused, match="Poisson sampling or batches without"):
+    with pytest.raises(Refused, match="Poisson sampling or sampling without"):
         plan_of(SpiderBoost(3, PerDistance(1.0)), **truncated)
     plan = plan_of(Srm(GAMMA, abadi(C2), first_noise=2.0), **truncated)
     net = model()

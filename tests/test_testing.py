@@ -177,6 +177,7 @@ def test_a_refused_model_is_named() -> None:
         Poisson(1.0),
         CyclicPoisson(0.1, cycle=4),
         CyclicPoisson(0.2, cycle=5),
+        CyclicPoisson(0.02, cycle=45),
         TruncatedPoisson(0.2, max_batch=12),
         WithoutReplacement(7),
         FullBatch(),

@@ -20,7 +20,7 @@ from hushgrad import Refused, Relation, Rng
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import Adaptive
 from hushgrad.run.metrics import Metrics
-from hushgrad.sampling import Shuffled
+from hushgrad.sampling import CyclicPoisson, Shuffled
 
 
 @pytest.mark.parametrize("rng", [Rng.fixed(3), Rng.from_os()], ids=["seed", "secret"])
@@ -169,6 +169,16 @@ def test_an_epoch_of_edited_data_is_dealt_anew_and_costs_one_more(tmp_path: Path
     again = Trainer(tmp_path, plan, Rng.from_os(), resume=True, records=(x, y)).go()
     (charge,) = again.run.guarantee.charges
     assert charge.epsilon >= plan.spent(plan.released_again([0], times=1))
+
+
+def test_groups_that_are_drawn_anew_cost_one_more_turn(tmp_path: Path) -> None:
+    """A record whose turn has just been may be in the group whose turn is next."""
+    plan = small_plan(sampling=CyclicPoisson(0.1, cycle=5))
+    Trainer(tmp_path, plan, Rng.from_os()).go(until=7, save_at=4)
+    (tmp_path / "key").unlink()
+    again = Trainer(tmp_path, plan, Rng.from_os(), resume=True).go()
+    (charge,) = again.run.guarantee.charges
+    assert charge.epsilon == plan.spent(plan.released_again(range(3, STEPS), times=1))
 
 
 def test_the_noise_of_a_seed_is_not_made_secret_by_losing_the_key(tmp_path: Path) -> None:

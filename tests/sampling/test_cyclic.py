@@ -9,8 +9,9 @@ from scipy import stats
 
 from hushgrad.accounting import PLD
 from hushgrad.rng import Rng
-from hushgrad.sampling import CyclicPoisson, FullBatch, Poisson, Sampling
+from hushgrad.sampling import CyclicPoisson, FullBatch, Poisson, Sampling, Stated
 from hushgrad.sampling.scheme import Scheme
+from hushgrad.types import Refused
 
 GAUSS = dp.GaussianDpEvent(1.3)
 CYCLIC = CyclicPoisson(0.05, cycle=4)
@@ -115,3 +116,9 @@ def test_an_empty_group_has_empty_batches() -> None:
     assert empty
     for step in empty:
         assert len(found.draw(3, step=step, rng=rng)) == 0
+
+
+def test_a_loader_of_ones_own_cannot_keep_turns() -> None:
+    """Each pass over it would begin with the first group again, in the middle of a cycle."""
+    with pytest.raises(Refused, match=r"each pass over a loader can begin anew, got cyclic"):
+        Stated([], CYCLIC)

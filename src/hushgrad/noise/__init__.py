@@ -5,6 +5,9 @@ Noise that is drawn and added in float32 gives a known record away in one step: 
 float64 from 52 bits of radius and 54 of angle, added in float64, and the result is rounded to a
 public grid, on which every output can come from every sum.
 
+A plan holds a kind of noise, `Independent(gaussian)` or `correlated(...)`; `gaussian(0.8)` and
+`laplace(0.8)` are the noise of one release. To add a kind, write what `NoiseKind` lists.
+
 Reference: `docs/noise.md` shows the attacks; Mironov 2012, On Significance of the Least
 Significant Bits for Differential Privacy.
 """

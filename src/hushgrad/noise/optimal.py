@@ -81,7 +81,7 @@ def least_error(
 
     Returns:
         A strategy whose largest column has norm 1 if C is banded, and whose sensitivity over all
-        turns of a record is 1 if C⁻¹ is.
+        turns of a record is 1 if C⁻¹ is, up to six digits, to which coefficients are rounded.
 
     >>> round(least_error(100, bands=100, cycle=100).error(100), 2)  # independent noise: 7.11
     2.32
@@ -102,8 +102,14 @@ def least_error(
     ]
     values = np.concatenate([[1.0], min(tried, key=lambda found: float(found.fun)).x])
     if inverse:
-        return banded_inverse(values * banded_inverse(values).sensitivity(num_steps, cycle=cycle))
-    return banded(values / np.linalg.norm(values))
+        scale = banded_inverse(values).sensitivity(num_steps, cycle=cycle)
+        return banded_inverse(_rounded(scale * values))
+    return banded(_rounded(values / np.linalg.norm(values)))
+
+
+def _rounded(values: Column) -> list[float]:
+    """To six digits: a plan that is made again on another machine has the same coefficients."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 @dataclass(frozen=True)

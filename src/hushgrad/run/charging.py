@@ -117,8 +117,9 @@ def resumed_charging(
                 row, "other batches than it has drawn, for want of its key or its data"
             )
         again = list(range(step, row.position if upto is None else upto))
-        if plan.sampling.epoch(plan.records):
-            again.append(step)  # the epoch is dealt anew from its middle: a record may come twice
+        turns = plan.sampling.participation
+        if plan.sampling.epoch(plan.records) or (turns is not None and turns.cycle > 1):
+            again.append(step)  # an epoch or a cycle begins anew: a record may come once more
         if not again:
             return None
         event = plan.released_again(again, times=1)

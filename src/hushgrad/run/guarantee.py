@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hushgrad.algorithms.algorithm import INDEPENDENT
 from hushgrad.ledger import Spend
 from hushgrad.ledger.records import figure
 from hushgrad.run.plan import Plan
@@ -159,7 +160,8 @@ class Guarantee:
             [
                 f"{self.headline}, {_NEIGHBOURS[plan.relation]}, {_sampled(plan)}, "
                 f"{plan.accountant.name.upper()} accountant",
-                f"noise multiplier {plan.noise_multiplier:.4g}, clipping {plan.clip!r}, "
+                f"noise multiplier {plan.noise_multiplier:.4g}{_kind(plan)}, "
+                f"clipping {plan.clip!r}, "
                 f"{self.steps_taken} of {plan.steps} planned steps taken{unused}",
                 f"planned for {plan.records} records, which is public; algorithm "
                 f"{plan.algorithm!r}, which returns {plan.parts.output.statement}",
@@ -172,6 +174,11 @@ class Guarantee:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _kind(plan: Plan) -> str:
+    """The kind of noise, where it is not the usual one."""
+    return "" if plan.noise == INDEPENDENT else f" of {plan.noise.name} noise"
 
 
 def _sampled(plan: Plan) -> str:

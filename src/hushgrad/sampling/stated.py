@@ -120,7 +120,14 @@ class Stated:
 
 
 def _require_no_contradiction(loader: Iterable[Batch], scheme: Scheme) -> None:
-    """Refuse a statement that the loader's torch samplers contradict."""
+    """Refuse a statement that the loader's torch samplers contradict, or that none can keep."""
+    turns = scheme.participation
+    if turns is not None and turns.cycle > 1:
+        raise Refused(
+            "expected a scheme that each pass over a loader can begin anew, got "
+            f"{scheme.statement}, whose groups take turns from the run's first step to its last; "
+            "pass the data set and the scheme, and hushgrad draws its batches"
+        )
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return
     cut, order = loader.batch_sampler, loader.batch_sampler.sampler

@@ -85,10 +85,9 @@ def _check_participation(
     most = int(groups.sum(0).max())
     fix = "draw a record's first turn once, from rng.derive(...) without the step"
     require(most <= 1, f"{what}: a record at every {turns.cycle}th step only", most, fix)
-    seen = [float(table[k :: turns.cycle, group].mean()) for k, group in enumerate(groups)]
-    off = max(
-        abs(rate - turns.rate) for rate, group in zip(seen, groups, strict=True) if any(group)
-    )
+    drawn = [table[k :: turns.cycle, group] for k, group in enumerate(groups)]
+    seen = [float(draws.mean()) for draws in drawn if draws.size]  # a group may have no records
+    off = max(abs(rate - turns.rate) for rate in seen)
     fix = "state the rate at which a record is drawn when its turn comes"
     error = 6 * math.sqrt(turns.rate * (1 - turns.rate) * turns.cycle / steps)
     require(off <= error, f"{what}: each turn at rate {turns.rate:g}", seen, fix)

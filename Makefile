@@ -16,10 +16,10 @@ demo: $(VENV)/.dev ## train on digits with and without privacy, in less than two
 
 # One thread per worker: two workers with two threads each would fight over two cores.
 test: $(VENV)/.dev ## run the fast tests and the doctests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.dev $(VENV)/.bench ## run every test, also those beside Opacus
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 check: $(VENV)/.dev ## check format, lint and types
 	$(BIN)/ruff format --check

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hushgrad_recipes.networks import tanh_cnn
+from zoo import small
+from zoo.sequences import Encoder, LastStep
+from zoo.vision import resnet
 
 Batch = tuple[Tensor, ...]
 
@@ -36,8 +38,7 @@ def classifier(model: nn.Module, x: Tensor, classes: int) -> Workload:
 
 def mlp(*, dropout: bool) -> Workload:
     """MLP 784-1024-1024-10 with ReLU, batch 256."""
-    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-    return classifier(nn.Sequential(*layers, nn.Linear(1024, 10)), torch.rand(256, 784), 10)
+    return classifier(small.mlp(784, 1024, 1024, 10, act=nn.ReLU), torch.rand(256, 784), 10)
 
 
 def cnn(*, dropout: bool) -> Workload:
@@ -45,37 +46,9 @@ def cnn(*, dropout: bool) -> Workload:
     return classifier(tanh_cnn(), torch.rand(512, 1, 28, 28), 10)
 
 
-class Block(nn.Module):
-    """Two 3×3 convolutions with GroupNorm and a shortcut, 1×1 where the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        stride = outputs // inputs
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(8, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(8, outputs)
-        same = inputs == outputs
-        self.short = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(inner)) + self.short(x))
-
-
 def resnet20(*, dropout: bool) -> Workload:
     """ResNet-20 with GroupNorm on 3×32×32, about 270 000 parameters, batch 128."""
-    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
-        nn.GroupNorm(8, 16),
-        nn.ReLU(),
-        *(Block(a, b) for a, b in pairwise(widths)),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
-    return classifier(model, torch.rand(128, 3, 32, 32), 10)
+    return classifier(resnet(), torch.rand(128, 3, 32, 32), 10)
 
 
 def positions(ids: Tensor) -> Tensor:
@@ -154,19 +127,6 @@ def logistic(*, dropout: bool) -> Workload:
     return Workload(model, loss, (x, y))
 
 
-class LastStep(nn.Module):
-    """A linear head on the last output of an LSTM."""
-
-    def __init__(self, inputs: int, hidden: int, classes: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(inputs, hidden, batch_first=True)
-        self.head = nn.Linear(hidden, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs, _ = self.lstm(x)
-        return self.head(outputs[:, -1])
-
-
 def lstm(*, dropout: bool) -> Workload:
     """LSTM 128 on 128 features, sequence 50, batch 64."""
     return classifier(LastStep(128, 128, 10), torch.rand(64, 50, 128), 10)
@@ -201,24 +161,11 @@ SIZES: dict[str, Sequence[int]] = {
 USUAL = {"batch": 32, "sequence": 64, "depth": 4}
 
 
-class Encoder(nn.Module):
-    """A transformer encoder with a linear head on the mean of its outputs."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x).mean(1))
-
-
 def encoder(what: str, size: int, *, dropout: bool) -> Workload:
     """An encoder of the usual sizes but for one."""
     sizes = USUAL | {what: size}
     x = torch.rand(sizes["batch"], sizes["sequence"], WIDTH)
-    return classifier(Encoder(sizes["depth"]), x, 10)
+    return classifier(Encoder(WIDTH, sizes["depth"]), x, 10)
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {

@@ -1,17 +1,14 @@
 """Set-up shared by all tests: checked shapes, repeatable examples, a fixed seed."""
 
 import os
-import sys
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The hook rewrites modules as they are imported, so it must come before the first import.
-assert "hushgrad" not in sys.modules, "hushgrad was imported before its shapes could be checked"
-packages = ["hushgrad", "hushgrad_recipes", "hushgrad_reproductions"]
-jaxtyping.install_import_hook(packages, "checker.checked")
+import checker
+
+checker.check("hushgrad", "hushgrad_recipes", "hushgrad_reproductions")
 
 # A first call into torch can take seconds on a busy machine, so neither time limit applies.
 settings.register_profile(

@@ -23,6 +23,7 @@ from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.groups import Grouping, per_parameter, whole
 from hushgrad.clipping.rules import Clip, abadi
 from hushgrad.sampling import FullBatch, Sampling
+from zoo.small import from_seed
 
 opacus = pytest.importorskip("opacus")
 pytestmark = pytest.mark.filterwarnings(
@@ -41,9 +42,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
+    return from_seed(6, 12, 2)
 
 
 def gradient(net: nn.Module) -> np.ndarray:

@@ -80,7 +80,7 @@ def test_a_broken_rule_is_named(weigh: Callable[[Tensor], Tensor], message: str)
         check_clip_rule(custom(weigh, bound=1.0, name="mine"), groups=2)
 
 
-def test_a_rule_that_looks_at_its_mates_is_named() -> None:
+def test_a_rule_that_looks_at_other_records_is_named() -> None:
     class Coupled(Clip):
         def weights(self, norms: Tensor) -> Tensor:
             return norms.double() * 0 + 1 / norms.nan_to_num(1.0, 1.0).sum()

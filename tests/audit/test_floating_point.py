@@ -13,6 +13,7 @@ from hushgrad.audit.floating_point import (
     Attack,
     float32_noise,
     float64_noise,
+    hushgrad_noise,
     radii,
 )
 
@@ -34,13 +35,13 @@ def test_float64_noise_off_the_grid_gives_it_away_too() -> None:
 
 @by_name
 def test_a_release_does_not(attack: Attack) -> None:
-    assert abs(attack.auc(released, trials=TRIALS, size=1 << 14) - 0.5) < NOTHING
+    assert abs(attack.auc(hushgrad_noise, trials=TRIALS, size=1 << 14) - 0.5) < NOTHING
 
 
 @pytest.mark.slow
 @by_name
 def test_a_release_does_not_in_many_trials(attack: Attack) -> None:
-    assert abs(attack.auc(released, trials=200) - 0.5) < 0.1
+    assert abs(attack.auc(hushgrad_noise, trials=200) - 0.5) < 0.1
 
 
 def test_the_usual_tail_ends_and_has_an_atom() -> None:
@@ -54,7 +55,7 @@ def test_the_usual_tail_ends_and_has_an_atom() -> None:
 @pytest.mark.slow
 def test_ours_goes_on_and_has_none() -> None:
     """Of 2²⁷ ideal pairs 0.08 are rounded to (0, 0) on the grid: three have chance 10⁻⁴."""
-    seen = radii(released, draws=1 << 28)
+    seen = radii(hushgrad_noise, draws=1 << 28)
     assert seen.largest > 5.7682
     assert seen.due_beyond < 7
     assert seen.atoms < 3

@@ -18,13 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 import hushgrad
-import recipes_to_try
+import trial_recipes
 from hushgrad.cli import app
 from hushgrad.cli.options import arguments_for, split_arguments
 from hushgrad.ledger import Ledger
 
 HERE = Path(__file__).parents[1]
-RECIPES = str(HERE / "recipes_to_try.py")
+RECIPES = str(HERE / "trial_recipes.py")
 COMMAND = (sys.executable, "-c", "from hushgrad.cli import app; app()", "train")
 ENVIRONMENT = dict(os.environ, PYTHONPATH=str(Path(hushgrad.__file__).parents[1]))
 FILES = {
@@ -71,7 +71,7 @@ def test_a_recipe_in_one_command(tmp_path: Path) -> None:
 
 def test_folders_are_numbered() -> None:
     names = [trained(f"{RECIPES}:good", "--steps", "2")["folder"] for _ in range(2)]
-    assert names == ["runs/recipes_to_try-good-1", "runs/recipes_to_try-good-2"]
+    assert names == ["runs/trial_recipes-good-1", "runs/trial_recipes-good-2"]
 
 
 def test_without_json_the_guarantee_is_said_in_words() -> None:
@@ -97,7 +97,7 @@ def test_a_data_set_by_name_is_a_recipe() -> None:
 
 
 def test_a_module_is_a_recipe_too() -> None:
-    assert trained("recipes_to_try:good", "--steps", "2")["steps"] == 2
+    assert trained("trial_recipes:good", "--steps", "2")["steps"] == 2
 
 
 def test_the_recipe_in_the_docs_works() -> None:
@@ -242,11 +242,11 @@ def test_a_loss_without_noise_is_nowhere(tmp_path: Path) -> None:
     said = (result.stdout + result.stderr).decode()
     assert "so far, had this been the plan" in said  # the bar was shown
     assert "private metrics" in said
-    digits = f"{recipes_to_try.SENTINEL:.8f}"[:6].encode()  # 7.3191
+    digits = f"{trial_recipes.SENTINEL:.8f}"[:6].encode()  # 7.3191
     everything = said.encode() + b"".join(p.read_bytes() for p in (tmp_path / "out").iterdir())
     assert digits not in everything
     losses_shown = re.findall(r"loss ≈ (\S+)", said)
-    assert losses_shown and set(losses_shown) != {f"{recipes_to_try.SENTINEL:.3g}"}
+    assert losses_shown and set(losses_shown) != {f"{trial_recipes.SENTINEL:.3g}"}
     readings = Path("out/metrics.csv").read_text(encoding="utf-8").splitlines()[1:]
     losses = [float(line.split(",")[1]) for line in readings]
     # The noise of a reading of the loss is of the size of the loss: without it all were alike.

@@ -61,7 +61,7 @@ def test_weights_are_spread_to_the_members(groups: Grouping, members: dict[str, 
 
 
 @pytest.mark.parametrize("parameters", [3, 20, 150])
-def test_a_records_norm_has_the_same_bits_whatever_its_mates(parameters: int) -> None:
+def test_a_records_norm_is_bit_identical_beside_other_records(parameters: int) -> None:
     names = [f"p{i}" for i in range(parameters)]
     squares = torch.rand(parameters, 40, dtype=torch.float64)
     together = whole(names).norms(dict(zip(names, squares, strict=True)))

@@ -10,7 +10,7 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from hushgrad import Execution, Rng, clipped_linear_sum
+from hushgrad import Execution, Rng, clipped_sum
 from hushgrad.algorithms import FedAvg
 from hushgrad.clipping.aggregate import PIECE_ERROR, SUM_SLACK, aggregate
 from hushgrad.clipping.groups import per_layer
@@ -360,7 +360,7 @@ def test_a_sum_without_a_key_is_exact_for_any_batch() -> None:
     x = alike(2**15, WIDTH)
 
     def total(x: Tensor) -> Tensor:
-        bounded = clipped_linear_sum(lambda x: layer(x).sum(1), params, x, clip=normalize())
+        bounded = clipped_sum(lambda x: layer(x).sum(1), params, x, clip=normalize())
         return bounded.sum["weight"].double()
 
     assert abs(float((total(x) - total(x[1:])).norm()) - 1) <= SUM_SLACK

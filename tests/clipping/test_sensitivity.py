@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hushgrad import Execution, Relation, clipped_sum
 from hushgrad.clipping.groups import blocks, per_layer, per_parameter, whole
 from hushgrad.clipping.rules import abadi, automatic, custom, discard, normalize, reparameterized
 from hushgrad.gradients import Form, dense, loop, per_sample, traced
 from hushgrad.types import Bounded
+from zoo.small import Everything
 
 RULES = [
     abadi(0.3),
@@ -25,26 +26,6 @@ RULES = [
 ]
 GROUPINGS = [whole, per_layer, per_parameter, blocks({"tied": "words*", "rest": "*"})]
 FORMS = [traced, dense, loop]
-
-
-class Everything(nn.Module):
-    """Tied and reused weights, a grouped convolution, norms and bare parameters in one model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 8)
-        self.positions = nn.Parameter(0.1 * torch.randn(6, 8))
-        self.mix = nn.Conv1d(8, 8, 3, padding=1, groups=4)
-        self.norm = nn.GroupNorm(2, 8)
-        self.shared = nn.Linear(8, 8)
-        self.gain = nn.Parameter(torch.tensor(1.2))
-
-    def forward(self, tokens: Tensor, shift: Tensor) -> Tensor:
-        h = self.words(tokens) + self.positions + shift
-        h = self.norm(self.mix(h.mT)).mT
-        h = torch.relu_(self.shared(h)) * self.gain
-        h = h + self.shared(h)
-        return h @ self.words.weight.T
 
 
 torch.manual_seed(0)  # rounding depends on the model
@@ -132,7 +113,7 @@ def test_the_bound_is_tight() -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
 @pytest.mark.parametrize("size", [1, 3, 8, 9, 17, 40])
-def test_a_record_keeps_its_bits_whoever_its_mates_are(size: int, form: Form) -> None:
+def test_a_record_keeps_its_bits_beside_other_records(size: int, form: Form) -> None:
     """Norm and contribution of one record, as others are removed, replaced and shifted."""
     own = records(1, seed=5)
     reference = None

@@ -47,7 +47,7 @@ def idx_split(root: Path, images: int = 5, labels: int = 5) -> Split[Images]:
     return from_idx(files, tuple("0123456789"), root=root)
 
 
-def test_idx_files(tmp_path: Path) -> None:
+def test_idx_files_are_read(tmp_path: Path) -> None:
     split = idx_split(tmp_path)
     images, labels = split.train
     assert images.shape == (5, 1, 4, 3) and images.dtype == torch.float32
@@ -90,7 +90,7 @@ def test_a_damaged_idx_file_is_refused(content: bytes, told: str) -> None:
         parse_idx(content, file="images", dimensions=3)
 
 
-def test_cifar_files_in_their_order(tmp_path: Path) -> None:
+def test_cifar_files_are_read_in_their_order(tmp_path: Path) -> None:
     """The files are joined in their order, and a record is its class and three planes."""
     raw = pixels(7, RECORD)
     raw[:, 0] = np.arange(7)
@@ -160,7 +160,7 @@ def test_a_malformed_libsvm_text_is_refused(text: bytes, told: str) -> None:
         parse_libsvm(text, 4, file="toy")
 
 
-def test_sst2_files(tmp_path: Path) -> None:
+def test_sst2_files_are_read(tmp_path: Path) -> None:
     """Quotes, further tabs and exotic line ends belong to the sentence."""
     rows = ['"quoted \t1', "a\ttab\t0", "a\x85line\u2028end\t1", "\t0"]
     train = "\n".join(["sentence\tlabel", *rows, ""]).encode()
@@ -186,7 +186,7 @@ def test_a_malformed_tsv_is_refused(content: bytes, told: str) -> None:
         parse_tsv(content, file="dev.tsv")
 
 
-def test_e2e_files(tmp_path: Path) -> None:
+def test_e2e_files_are_read(tmp_path: Path) -> None:
     """Quoted commas, newlines and doubled quotes belong to the text."""
     train = 'mr,ref\r\n"name[A], near[B]","A is\nnear ""B""."\r\nname[C],C £5\r\n'.encode()
     files = written(

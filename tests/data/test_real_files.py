@@ -30,7 +30,9 @@ def counts(split: Split[Any]) -> tuple[list[int], list[int]]:
         ("cifar10", [5000] * 10, [1000] * 10),
     ],
 )
-def test_images(name: str, train: list[int], test: list[int]) -> None:
+def test_image_files_have_the_published_sizes_and_labels(
+    name: str, train: list[int], test: list[int]
+) -> None:
     split = DATASETS[name]()
     shape = (3, 32, 32) if name == "cifar10" else (1, 28, 28)
     assert counts(split) == (train, test)
@@ -49,7 +51,9 @@ def test_images(name: str, train: list[int], test: list[int]) -> None:
         ("ijcnn1", 22, [45137, 4853], [82989, 8712]),
     ],
 )
-def test_tables(name: str, features: int, train: list[int], test: list[int]) -> None:
+def test_table_files_have_the_published_rows(
+    name: str, features: int, train: list[int], test: list[int]
+) -> None:
     split = DATASETS[name]()
     assert counts(split) == (train, test)
     assert [len(part[0]) for part in (split.train, split.test)] == [sum(train), sum(test)]
@@ -62,7 +66,7 @@ def test_tables(name: str, features: int, train: list[int], test: list[int]) -> 
 
 
 @real
-def test_sst2() -> None:
+def test_sst2_has_the_published_sentences() -> None:
     split = DATASETS["sst2"]()
     assert counts(split) == ([29780, 37569], [428, 444])
     assert split.train[0][0] == "hide new secretions from the parental units "
@@ -70,7 +74,7 @@ def test_sst2() -> None:
 
 
 @real
-def test_e2e() -> None:
+def test_e2e_has_the_published_pairs() -> None:
     split = DATASETS["e2e"]()
     parts = (split.train, split.validation, split.test)
     assert [(len(a), len(b)) for a, b in parts] == [(n, n) for n in (42_061, 4_672, 4_693)]
@@ -79,7 +83,7 @@ def test_e2e() -> None:
     assert all("name[" in meaning for meaning in split.test[0])
 
 
-def test_digits() -> None:
+def test_digits_are_there_without_files() -> None:
     """The embedded default: the split is by position, and every class is on both sides."""
     split = digits()
     train, test = counts(split)

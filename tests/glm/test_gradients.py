@@ -184,7 +184,7 @@ def test_a_record_that_is_not_finite_counts_for_nothing(kind, bad: float) -> Non
 @pytest.mark.parametrize("n", [1, 7, 60, 1023, 1500])
 @pytest.mark.parametrize("p", [6, 63, 123, 300])
 @pytest.mark.parametrize("classes", [2, 3, 4, 10])
-def test_a_records_arithmetic_does_not_depend_on_its_mates(loss, n, p, classes) -> None:
+def test_a_records_arithmetic_does_not_depend_on_other_records(loss, n, p, classes) -> None:
     """Removing a record shifts the others and changes shapes; their slopes keep their bits."""
     rows, y, theta = problem(loss, 5, n=n + 1, p=p, classes=classes)
     x = each(rows)[:, :-1]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hushgrad import clipping
@@ -39,6 +39,7 @@ def label(loss: str, positive: bool) -> float:
 
 @pytest.mark.parametrize("loss", CONVEX)
 @pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=10)  # for each of 25 pairs of a loss and a rule
 @given(
     theta=st.lists(st.floats(-3, 3), min_size=3, max_size=3),
     x=st.lists(st.floats(-2, 2), min_size=3, max_size=3),

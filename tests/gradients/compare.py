@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from hushgrad.gradients import Form, Gradients, per_sample, traced
+from hushgrad.gradients import Form, Gradients, dense, loop, per_sample, traced
 
 # A record is run among copies of itself: kernels add up in another order below a few rows.
 COPIES = 8
@@ -179,3 +181,33 @@ def check(
     gradients = per_sample(loss, params, batch, form=form, modules=modules, idle=idle)
     agree(gradients, want, params, tolerance)
     return gradients
+
+
+FORMS = pytest.mark.parametrize("form", [traced, dense, loop], ids=str)
+
+
+def of_one_pass(loss: Callable[[Any], Tensor], params: Any, batch: Any, seed: int) -> Expected:
+    """What autograd says of each record in one pass over the padded batch, drawn from `seed`."""
+    size = size_of(batch)
+    torch.manual_seed(seed)
+    losses = loss(pick(batch, [*range(size), *[0] * (-size % 8)]))[:size]
+    gradients = [
+        torch.autograd.grad(value, [*params.values()], retain_graph=True, allow_unused=True)
+        for value in losses
+    ]
+    return Expected(losses.detach().double(), stacked(params, gradients))
+
+
+Forms = dict[str, str]
+
+
+def assert_held(gradients: Gradients, model: nn.Module, forms: Forms) -> None:
+    """Every parameter is held as the table says, and every line of the table is about some."""
+    fitted = {name: _pattern(name, forms) for name in private(model)}
+    held = {name: gradients.held_gradients[name].form for name in fitted}
+    assert held == {name: forms[pattern] for name, pattern in fitted.items()}
+    assert set(fitted.values()) == forms.keys()
+
+
+def _pattern(name: str, forms: Forms) -> str:
+    return next(pattern for pattern in forms if fnmatch(name.lower(), pattern))

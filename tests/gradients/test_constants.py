@@ -183,7 +183,7 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize("declared", ["undeclared", "false", "true"])
-def test_a_run(declared: str) -> None:
+def test_a_run_takes_declared_constants(declared: str) -> None:
     """`num_items_in_batch`, as a trainer computes it, would move every record's gradient."""
     layer = nn.Linear(3, 2)
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from compare import check
 from torch import Tensor, nn
+
+from hushgrad.gradients import traced
 
 Shape = tuple[int, ...]
 
@@ -58,3 +61,36 @@ def scaled(model: nn.Module) -> nn.Module:
             if p.dim() > 1:
                 p.div_(math.sqrt(p[0].numel()))
     return model
+
+
+def untouched(model: nn.Module) -> bool:
+    """No gradient was left behind, and no class."""
+    return all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+
+
+def squared(model: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    return lambda x: model(x).flatten(1).square().sum(1)
+
+
+def run(
+    function: Callable[..., Tensor],
+    shapes: list[tuple[int, ...]],
+    x: Tensor,
+    form: Any = traced,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    model = Uses(function, shapes, dtype)
+    if not x.is_floating_point():
+        model.ahead.requires_grad_(False)
+    return check(loss_of(model), model, x, form=form)
+
+
+def train_only(layer: nn.Module, trained: str) -> nn.Module:
+    """Freeze every parameter but those of this name; `both` freezes nothing."""
+    for name, p in layer.named_parameters():
+        p.requires_grad_(trained in ("both", name))
+    return layer
+
+
+def twofold(h: Tensor) -> Tensor:
+    return torch.stack([h, h.tanh()], -2)

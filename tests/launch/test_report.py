@@ -23,7 +23,7 @@ from hushgrad.launch.words import in_words
 from hushgrad.run.guarantee import Guarantee
 from hushgrad.run.odometer import Odometer
 from hushgrad.types import Refused, Relation
-from recipes_to_try import good, label_out_of_range, nan_features
+from trial_recipes import good, label_out_of_range, nan_features
 
 REQUEST = Request("recipes:good", {"epsilon": "2"}, None, 7, "hushgrad train recipes:good")
 

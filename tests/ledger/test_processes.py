@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import STEPS, event, forked, opened, spend
 
+from charged_runs import STEPS, event, forked, opened, spend
 from hushgrad.ledger import Filter, Ledger, renyi, total
 from hushgrad.types import Refused
 

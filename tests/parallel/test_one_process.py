@@ -27,6 +27,7 @@ from hushgrad import Refused
 from hushgrad.gradients import auto, certificate_for, loop, per_sample
 from hushgrad.run.evaluation import evaluate
 from hushgrad.types import Loss
+from zoo.small import mlp
 
 RANKS = Path(__file__).with_name("one_of_two_ranks.py")
 X, Y = torch.randn(24, 3), torch.arange(24) % 2
@@ -50,7 +51,7 @@ def loss_of(model: Callable[[Tensor], Tensor]) -> Loss:
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return mlp(3, 4, 2)
 
 
 def trained(model: nn.Module) -> Any:

@@ -17,7 +17,7 @@ from hushgrad.launch.words import in_words, model_card
 from hushgrad.ledger import Spend
 from hushgrad.run.guarantee import Guarantee, up
 from hushgrad.run.metrics import Metrics
-from recipes_to_try import good
+from trial_recipes import good
 
 REQUEST = Request("recipes:good", {"epsilon": "2"}, None, 7, "hushgrad train recipes:good")
 

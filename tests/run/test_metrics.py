@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from small_runs import RECORDS, data, loss_of
 from torch import nn
 
 import hushgrad as hg
@@ -19,13 +19,7 @@ from hushgrad.run.metrics import NAME, Metrics, Reading, smoothed
 from hushgrad.run.step import clipped_sum
 from hushgrad.types import Bounded
 
-RECORDS = 400
 SHOWN = Metrics(watched=("accuracy",))
-
-
-def data():
-    x = torch.randn(RECORDS, 6, generator=torch.Generator().manual_seed(5))
-    return x, (x[:, 0] + 0.3 * x[:, 1] > 0).long()
 
 
 def run_of(plan, net, seed=0):
@@ -36,10 +30,6 @@ def run_of(plan, net, seed=0):
 def small_plan(**changes):
     options = {"records": RECORDS, "batch": 100, "epochs": 5, "delta": 1e-4}
     return hg.plan(**(options | {"noise_multiplier": 1.0, "metrics": SHOWN} | changes))
-
-
-def loss_of(net):
-    return lambda b: F.cross_entropy(net(b[0]), b[1], reduction="none")
 
 
 def right(net):

@@ -1,4 +1,4 @@
-"""A run that goes on: bit by bit with its key, charged again without it or where it differs."""
+"""A run that goes on: bit-identical with its key, charged again without it or where it differs."""
 
 from __future__ import annotations
 
@@ -10,67 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from resumed_runs import STEPS, Trainer
 from scipy import stats
-from torch import Tensor, nn
+from small_runs import RECORDS, data, small_plan
+from torch import nn
 
 import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import Adaptive
-from hushgrad.ledger import Ledger
 from hushgrad.run.metrics import Metrics
 from hushgrad.sampling import CyclicPoisson, Shuffled
-
-RECORDS, STEPS = 400, 10
-
-
-def data() -> tuple[Tensor, Tensor]:
-    x = torch.randn(RECORDS, 6, generator=torch.Generator().manual_seed(5))
-    return x, (x[:, 0] + 0.3 * x[:, 1] > 0).long()
-
-
-def small_plan(**changes) -> hg.Plan:
-    options = {"records": RECORDS, "batch": 40, "epochs": 1, "delta": 1e-4, "noise_multiplier": 1.0}
-    return hg.plan(**(options | changes))
-
-
-class Trainer:
-    """Everything that a script would make anew when it is started again."""
-
-    def __init__(self, folder: Path, plan: hg.Plan, rng: Rng, *, records=None, **options) -> None:
-        torch.manual_seed(1)
-        self.factor = 1.0  # of the loss: another one gives other sums
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
-        self.run = hg.train(
-            self.net,
-            self.optimizer,
-            records or data(),
-            plan=plan,
-            rng=rng,
-            folder=folder,
-            keep={"schedule": self.schedule},
-            **options,
-        )
-
-    def go(self, *, until: int = STEPS, save_at: int | None = None) -> Trainer:
-        for batch in self.run:
-            self.run.step(self.loss, batch)
-            self.schedule.step()
-            if self.run.steps_taken == save_at:
-                self.run.save()
-            if self.run.steps_taken == until < STEPS:
-                break
-        return self
-
-    def loss(self, b: tuple[Tensor, Tensor]) -> Tensor:
-        return self.factor * F.cross_entropy(self.net(b[0]), b[1], reduction="none")
-
-    @property
-    def weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.net.parameters()])
 
 
 @pytest.mark.parametrize("rng", [Rng.fixed(3), Rng.from_os()], ids=["seed", "secret"])
@@ -303,76 +253,6 @@ def test_the_clipping_norm_goes_on_where_it_was(tmp_path: Path) -> None:
     first = Trainer(tmp_path, plan, Rng.from_os()).go(until=4, save_at=4)
     again = Trainer(tmp_path, plan, Rng.from_os(), resume=True)
     assert again.run._clip.clip_norm == first.run._clip.clip_norm != 5.0
-
-
-# --- budgets ---
-
-
-def ledger(tmp_path: Path, epsilon: float) -> Ledger:
-    found = Ledger(tmp_path / "ledger.sqlite")
-    found.set_budget("people", epsilon=epsilon, delta=1e-3)
-    return found
-
-
-def test_a_run_is_charged_before_it_starts_and_keeps_its_plans_cost(tmp_path: Path) -> None:
-    plan = small_plan()
-    budget = ledger(tmp_path, epsilon=5.0).budget("people")
-    trainer = Trainer(tmp_path / "run", plan, Rng.from_os(), budget=budget)
-    assert budget.spent["epsilon"] == plan.epsilon
-    trainer.go(until=3).run.finish()
-    assert budget.spent["epsilon"] == plan.epsilon
-
-
-def test_a_run_that_would_overspend_does_not_start(tmp_path: Path) -> None:
-    plan = small_plan()
-    budget = ledger(tmp_path, epsilon=1.5 * plan.epsilon).budget("people")
-    Trainer(tmp_path / "one", plan, Rng.from_os(), budget=budget)
-    with pytest.raises(Refused, match="budget"):
-        Trainer(tmp_path / "two", plan, Rng.from_os(), budget=budget)
-    assert not (tmp_path / "two" / "checkpoint.safetensors").exists()
-    assert budget.spent["epsilon"] == plan.epsilon
-
-
-def test_a_run_that_cannot_pay_for_its_replay_stops_before_releasing(tmp_path: Path) -> None:
-    plan = small_plan()
-    budget = ledger(tmp_path, epsilon=1.01 * plan.epsilon).budget("people")
-    Trainer(tmp_path / "run", plan, Rng.from_os(), budget=budget).go(until=7, save_at=4)
-    again = Trainer(tmp_path / "run", plan, Rng.from_os(), budget=budget, resume=True)
-    again.factor = 1 + 1e-3
-    before = again.weights.clone()
-    with pytest.raises(Refused, match="budget"):
-        again.go()
-    assert torch.equal(again.weights, before)
-    assert again.run.steps_taken == 4
-
-
-def test_other_data_under_a_name_are_refused(tmp_path: Path) -> None:
-    budget = ledger(tmp_path, epsilon=50.0).budget("people")
-    Trainer(tmp_path / "one", small_plan(), Rng.from_os(), budget=budget)
-    x, y = data()
-    with pytest.raises(Refused, match="other data"):
-        Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget, records=(x + 1, y))
-
-
-def test_a_run_is_not_resumed_on_data_that_have_a_budget_of_their_own(tmp_path: Path) -> None:
-    books = ledger(tmp_path, epsilon=50.0)
-    budget, others = books.budget("people"), books.set_budget("others", epsilon=50.0, delta=1e-3)
-    x, y = data()
-    shifted, options = (x + 1, y), {"budget": budget, "resume": True}
-    Trainer(tmp_path / "one", small_plan(), Rng.from_os(), budget=others, records=shifted)
-    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget).go(until=4, save_at=4)
-    with pytest.raises(Refused, match="those of others"):
-        Trainer(tmp_path / "two", small_plan(), Rng.from_os(), records=shifted, **options)
-    Trainer(tmp_path / "two", small_plan(), Rng.from_os(), **options).go()
-
-
-def test_a_seed_is_no_secret_and_has_no_budget(tmp_path: Path) -> None:
-    budget = ledger(tmp_path, epsilon=50.0).budget("people")
-    with pytest.raises(Refused, match=r"a secret key with a budget, got Rng\.fixed"):
-        Trainer(tmp_path / "one", small_plan(), Rng.fixed(0), budget=budget)
-
-
-# --- noise across resumes ---
 
 
 @pytest.mark.parametrize("with_key", [True, False])

@@ -1,7 +1,7 @@
 """The adapter to `dp_accounting`: translates our events and multipliers into the package's.
 
 Under replace-one the package's RDP accountant expects noise ÷ sensitivity, which is noise/(2C),
-while its PLD accountant expects noise/C and doubles by itself. tests/accounting/test_relations.py
+while its PLD accountant expects noise/C and doubles by itself. tests/accounting/test_coverage.py
 pins both conventions, found in version 0.6.
 """
 

@@ -1,0 +1,1 @@
+"""Networks that tests and benchmarks train: each stands here once, in any size."""

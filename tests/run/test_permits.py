@@ -245,7 +245,8 @@ def test_a_step_of_which_a_limit_pays_is_refused_beyond_it() -> None:
         run.step(loss_of(net), next(batches))
 
 
-def test_what_a_limit_pays_is_what_is_applied() -> None:
+@pytest.mark.parametrize("planned", [0.1, 1.0, 10.0])
+def test_what_a_limit_pays_is_what_is_applied(planned: float) -> None:
     @dataclass(frozen=True)
     class Flattering:
         """Its noise says another multiplier than it applies."""
@@ -259,7 +260,8 @@ def test_what_a_limit_pays_is_what_is_applied() -> None:
             noise = replace(gaussian(4.0), scale=lambda bounded: bounded.l2)
             return context.mean(context.release(ask(context), noise=noise)), state
 
-    run, net = run_of(Flattering(), batch=40, sampling=FullBatch(), accountant=RDP)
+    options = {"batch": 40, "sampling": FullBatch(), "accountant": RDP}
+    run, net = run_of(Flattering(), **options, noise_multiplier=planned)
     with pytest.raises(Refused, match="expected noise of at least"):
         run.step(loss_of(net), next(iter(run)))
 

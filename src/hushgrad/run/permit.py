@@ -166,7 +166,7 @@ class Permit:
                 "expected a query to the batch that was drawn for the step, got another batch; "
                 "ask context.release, which holds the drawn one"
             )
-        _require_noise(noise, allowed, bounded, chosen=self.limit is not None)
+        _require_noise(noise, allowed, bounded, multiples=self.limit is not None)
         if self.limit is not None:
             return self._pay(query, noise)
         rows = len(next(iter(bounded.sum.values()))) if query.of_each_record else 1
@@ -207,7 +207,7 @@ class Permit:
             )
 
 
-def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, chosen: bool) -> None:
+def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, multiples: bool) -> None:
     """Refuse noise of another kind, or less of it than the plan accounts for."""
     kind = allowed.noise
     if noise.name != kind.name or noise.pair is not kind.pair:
@@ -215,8 +215,8 @@ def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, chosen
             f"expected {kind.name} noise, as the plan accounts for, got {noise.name}; leave the "
             "noise to the plan"
         )
-    # With a limit the algorithm chooses a multiple of noise 1, and pays for what it chooses.
-    times = noise.noise_multiplier if chosen else 1.0
+    # With a limit the algorithm chooses a multiple of noise 1, and pays for what it says.
+    times = noise.noise_multiplier if multiples else 1.0
     least, scale = times * kind.scale(bounded), noise.scale(bounded)
     if not scale >= least:  # nan is not
         raise Refused(

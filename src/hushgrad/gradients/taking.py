@@ -22,6 +22,7 @@ from hushgrad.gradients.constants import unwrap_constants
 from hushgrad.gradients.factors.gradients import Gradients
 from hushgrad.gradients.factors.slots import Slots, in_turn
 from hushgrad.gradients.forms.choices import AnyGradients, Form, auto, compiled, traced
+from hushgrad.gradients.forms.compiled import LongerPeriod
 from hushgrad.gradients.guards import check_parameters, undo_on_failure
 from hushgrad.gradients.objective import Objective, references_of
 from hushgrad.gradients.structure import Structures
@@ -158,9 +159,15 @@ def use_certificate(
                     with objective.rewind_buffers():
                         gradients = certificate.run(objective, rows, slots, guide)
                     objective.advance_buffers(batch)
+            except LongerPeriod:
+                raise
             except NotCovered as refusal:
                 gradients = None
                 _leave_compiled(certificate, refusal)
+    except LongerPeriod as longer:  # records draw their places anew, modulo the longer one
+        torch.set_rng_state(before)
+        certificate.period = longer.period
+        return use_certificate(certificate, objective, batch, capacity=capacity, fresh=fresh)
     except Unforeseen:
         torch.set_rng_state(before)
         return None

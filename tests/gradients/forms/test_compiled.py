@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hushgrad as hg
-from hushgrad.gradients import Gradients, auto, compiled, difference, per_sample, traced
+from hushgrad.gradients import (
+    Gradients,
+    auto,
+    certificate_for,
+    compiled,
+    difference,
+    per_sample,
+    traced,
+)
 from hushgrad.gradients.factors import slots
 from hushgrad.run.step import clipped_sum
 from zoo.small import TiedWords, mlp
@@ -264,6 +272,26 @@ def test_a_wrong_program_is_found_out(
     model = mlp(5, 7, 3)
     (line,) = fell_back(model, loss_of(model), torch.randn(64, 5), caplog)
     assert line.startswith("not compiled:")
+
+
+def test_records_draw_their_places_where_a_program_rounds_by_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = MODULE._same_bits
+
+    def only_by_two(one: Any, other: Any, places: list[int], moved_to: Any = None) -> bool:
+        return real(one, other, places, moved_to) and (moved_to is None or places[0] % 2 == 0)
+
+    monkeypatch.setattr(MODULE, "_same_bits", only_by_two)
+    model, batch = mlp(5, 7, 3), torch.randn(64, 5)
+    loss, params = loss_of(model), private(model)
+    certificate = certificate_for(loss, params, batch, form=compiled)
+    assert certificate.form is compiled and certificate.period % 2 == 0
+    found = per_sample(loss, params, batch, form=compiled)
+    assert found.form == "compiled"
+    exact = per_sample(loss, params, batch, form=traced).sq_norms()
+    for name, square in found.sq_norms().items():
+        torch.testing.assert_close(square, exact[name], rtol=1e-4, atol=0)
 
 
 def test_a_program_that_goes_wrong_later_gives_way(

@@ -49,7 +49,7 @@ from hushgrad.gradients.certification.way_back import (
 )
 from hushgrad.gradients.factors.slots import Slots, draw_slots, in_turn, room
 from hushgrad.gradients.forms.choices import AnyGradients, Form, RunForm, traced
-from hushgrad.gradients.forms.compiled import VECTOR
+from hushgrad.gradients.forms.compiled import VECTOR, LongerPeriod
 from hushgrad.gradients.guards import WatchedKey, restored
 from hushgrad.gradients.objective import Objective, layer_called
 from hushgrad.gradients.probes import distinct, distinct_records, own_records, probe_sizes
@@ -241,8 +241,13 @@ def _certify_at(
             raise NotCovered(reason_of(error)) from error
 
     if form.compiles:
-        slots, guide = in_turn(largest, period=period), Replaying(sites, largest)
-        run(objective, oracle.probe(largest), slots, guide)
+        probe, proved = oracle.probe(largest), False
+        while not proved:
+            try:
+                run(objective, probe, in_turn(largest, period=period), Replaying(sites, largest))
+                proved = True
+            except LongerPeriod as longer:
+                period = longer.period
     # The traced form was compared already, when its sites were found.
     elif form is not traced:
         wrong = compare(without_draws(oracle.probe(oracle.count), oracle.count), oracle, evidence)

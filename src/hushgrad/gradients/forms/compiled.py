@@ -46,6 +46,14 @@ VECTOR = 32
 _MOST_CHANGES = 8  # programs besides one for each number of records
 
 
+class LongerPeriod(NotCovered):
+    """Records keep their bits in a program only where they move by this many places."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__(f"in a compiled program records keep their bits {period} places apart")
+        self.period = period
+
+
 @dataclass
 class _Pass:
     """One run through `torch.compile`, and what came of it."""
@@ -173,12 +181,33 @@ class Compiled:
         mixed = run(beside_others(batch, places, loud=False), rows)
         if not _same_bits(own, mixed, (~places).nonzero().flatten().tolist()):
             raise NotCovered("in the compiled program a record's bits depend on other records")
-        for size in () if drew else self._sizes | {rows}:  # draws differ from place to place
-            shifted = [(i + period) % rows for i in range(size)]
-            moved = run(records.take(batch, shifted), size)
-            if not _same_bits(own, moved, shifted, [*range(size)]):
-                raise NotCovered("in compiled programs a record's bits depend on its place")
+        if not drew:  # draws differ from place to place
+            self._require_period(run, own, batch, slots)
         self._sizes.add(rows)
+
+    def _require_period(
+        self, run: Callable[[Batch, int], Gradients], own: Gradients, batch: Batch, slots: Slots
+    ) -> None:
+        """Refuse a program in which records change their bits when they move by the period."""
+        rows, period = slots.rows, slots.period
+        sizes = self._sizes | {rows}
+
+        def kept(shift: int) -> bool:
+            for size in sizes:
+                shifted = [(i + shift) % rows for i in range(size)]
+                moved = run(records.take(batch, shifted), size)
+                if not _same_bits(own, moved, shifted, [*range(size)]):
+                    return False
+            return True
+
+        # A program's loops may round by place where the operations by themselves do not.
+        longer = period
+        while longer <= VECTOR and not kept(longer):
+            longer *= 2
+        if longer > VECTOR:
+            raise NotCovered("in compiled programs a record's bits depend on its place")
+        if longer > period:
+            raise LongerPeriod(longer)
 
 
 def _call(loss: Loss) -> FunctionType:

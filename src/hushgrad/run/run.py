@@ -29,18 +29,38 @@ from hushgrad.run.snapshot import Snapshot
 from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Batch, Loss, Params, Refused
 
-_MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
+_MOST_UNUSED = 1  # batches in a row: an exception may skip a step, a loop without steps must not
 _NOTHING: Mapping[str, Any] = {}
 
 
 class Run:
     """A private training run: draws the batches of its plan, and takes one step for each.
 
+    Made by `train`. Loop over it, and call `step` once for each batch.
+
     Guarantees: what is drawn is what the plan accounts for; noise is added once to each step, also
     to an empty batch; the gradient is divided by a public number; only released values reach the
-    optimizer. Nothing but the run's steps moves the model from the first batch until the run is
-    finished: this is checked by the bits of its parameters, its buffers and the optimizer's state.
-    The run ends with its plan.
+    optimizer. Between the first batch and the end of the run only the run's own steps may change
+    the model: the bits of its parameters, its buffers and the optimizer's state are compared. The
+    run ends with its plan.
+
+    Args:
+        model: the model that is trained.
+        optimizer: what moves its parameters.
+        batches: maps a range of steps to their batches.
+        plan: what each step may release.
+        memory: the run's keys, its entry in a ledger, and its checkpoints.
+        execution: how per-sample gradients are computed.
+        constants: the tensors that a penalty may read.
+
+    Example:
+        >>> from hushgrad import Rng, plan, train
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> p = plan(records=64, batch=16, epochs=1, delta=1e-3, noise_multiplier=1.0)
+        >>> run = train(model, optimizer, torch.randn(64, 3), plan=p, rng=Rng.fixed(0))
+        >>> isinstance(run, Run), len(run)
+        (True, 4)
     """
 
     def __init__(
@@ -63,14 +83,14 @@ class Run:
         self._remembered: dict[str, Any] = {}
         self._output = plan.parts.output.begin(plan.steps, memory.rng)
         self._spent = 0.0  # of the algorithm's limit
-        self._tags: list[bytes] = []  # of the releases that correlated noise is made again from
+        self._tags: list[bytes] = []  # of past releases, from which correlated noise is redrawn
         self._noise_buffer = NoiseBuffer()
         self._position = self.steps_taken = 0
         self._drawn: DrawnBatch | None = None
         self._unused = 0
         self._ended_at: int | None = None
         self._finished = False
-        self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
+        self._left: Snapshot | None = None  # the model after the last step or checkpoint
         self._constants = constants
         memory.restore(self, self._load)
 
@@ -78,12 +98,15 @@ class Run:
         return self.plan.parts.output.length(self._output, self.plan.steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the steps that are left; each is good for one step.
+        """Yield the batches of the steps that are left; each is used by one step.
 
-        A batch that was drawn counts as a step, whether it is used or not; raises `Refused` at the
-        second in a row that no step has used, and where the model was moved by anything but the
-        run's steps. A loop that others have overtaken ends at the plan's end, and is refused before
-        it.
+        A batch that was drawn counts as a step, whether it is used or not. Under Poisson sampling
+        it may be empty, and its step is then noise alone.
+
+        Raises:
+            Refused: if two batches in a row were not used by a step, if anything but the run's
+                steps has changed the model, or if another iterator advanced this run. An iterator
+                that was left behind ends without an error once the run is over.
         """
         steps = range(self._position, len(self))
         for step, batch in enumerate(self._batches(steps), steps.start):
@@ -93,8 +116,8 @@ class Run:
                 break
             if self._position != step:
                 raise Refused(
-                    "expected one loop over the run at a time, got another that went on meanwhile; "
-                    "draw the batches in one loop: a batch that comes twice is not accounted for"
+                    "expected one loop over the run at a time, got another that advanced it; draw "
+                    "the batches in one loop: a batch that comes twice is not accounted for"
                 )
             self._draw(batch)
             yield batch
@@ -103,9 +126,11 @@ class Run:
 
     def _draw(self, batch: Batch) -> None:
         self._require_own_model()
-        if self._left is None:  # what moved the model before its first batch was no step
+        if self._left is None:  # the model may be changed freely until the first batch is drawn
             self._left = Snapshot.of(self._model, self._optimizer)
         self._unused = 0 if self._drawn is None else self._unused + 1
+        # Correlated noise takes back that of earlier steps, so none of them may be missing.
+        # Correlated noise takes back that of earlier steps, so none of them may be missing.
         if self._unused > (0 if self.plan.correlated else _MOST_UNUSED):
             raise Refused(
                 f"expected run.step for each batch that is drawn, got {self._unused} without it; "
@@ -124,17 +149,25 @@ class Run:
         penalty: Callable[[], Tensor] | None = None,
         watch: Mapping[str, RecordValues] = _NOTHING,
     ) -> None:
-        """One private step on the batch that was just drawn.
+        """Take one private step on the batch that was just drawn.
 
-        `loss(batch)` returns one value for each record; random numbers that it draws from torch
-        follow from the run's key, so that a resumed run draws them again. `penalty()` reads no
-        record (a weight decay, say), and its gradient is added after the noise. `watch` has a
-        function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
-        each record.
+        It replaces `loss.backward()` and `optimizer.step()`: do not call the latter yourself.
+        Afterwards `p.grad` holds the released gradient, for you to read; changing it has no effect.
 
-        The step moves the parameters by the optimizer: do not call `optimizer.step()` yourself.
-        `p.grad` then holds the released gradient, and what is done to it comes too late. `batch`
-        is the one that was drawn; its tensors may be on another device or of another dtype.
+        Args:
+            loss: maps a batch to one value for each record. Random numbers that it draws from torch
+                follow from the run's key, so that a resumed run draws the same ones.
+            batch: the batch that was drawn; its tensors may be on another device, or of another
+                dtype.
+            penalty: a function of the parameters alone, such as a weight decay. Its gradient is
+                added after the noise.
+            watch: a function for each of the plan's watched metrics, which maps a batch to a value
+                from 0 to 1 for each record.
+
+        Raises:
+            Refused: if the step would not be private as planned: another batch, a changed model, a
+                loss that mixes records, or a penalty that reads them.
+            ValueError: if `watch` does not match the plan's metrics.
         """
         require_one_process()
         drawn = self._require_drawn(batch)
@@ -146,13 +179,15 @@ class Run:
             self._constants.require(penalty, self._params, drawn.batch, batch)
         self._drawn = None
         for p in self._params.values():
-            p.grad = None  # the last step's, which would only take memory
+            p.grad = None  # the previous step's gradient, which would only take memory
         plan, step = self.plan, self._position - 1
         context = self._context(loss, batch, watch, step, penalty)
         with own_randomness(self._memory.rng.derive("model", step)):
             estimate, remembered = plan.parts.step(context, self._remembered)
         if not remembered.get("over"):
             context.permit.require_release()
+        # Entered durably before anything uses it: after a crash here the release is still known.
+        # Entered durably before anything uses it: after a crash here the release is still known.
         self._memory.released(step, context.permit.digest)
         self._remembered, self._spent = remembered, context.permit.spent
         if plan.correlated:
@@ -172,14 +207,15 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The plan's metrics over the last 50 steps, as they were released; {} without any."""
+        """The plan's released metrics, averaged over the last 50 steps; {} without any."""
         return smoothed(self.readings)
 
     @property
     def guarantee(self) -> Guarantee:
         """What the run guarantees, whenever it ends.
 
-        Raises `Refused` where something else than the run's steps has moved the model.
+        Raises:
+            Refused: if anything but the run's steps has changed the model.
         """
         if not self._finished:
             self._require_own_model()
@@ -202,14 +238,21 @@ class Run:
         return self._memory.entry
 
     def save(self) -> None:
-        """Write a checkpoint to the run's folder; it never holds the key."""
+        """Write a checkpoint to the run's folder; it never contains the key.
+
+        Raises:
+            ValueError: if the run has no folder.
+            Refused: if another process has resumed the run, or if anything but the run's steps has
+                changed the model.
+        """
         self._require_own_model()
         self._memory.save(self)
 
     def finish(self) -> None:
-        """End the run: settle its budget and destroy its key. The end of its batches does so.
+        """End the run: choose its output, settle its budget and destroy its key.
 
-        From then on the model is yours: what is done to it is no matter of the run any more.
+        Called at the end of the loop; call it yourself to end a run early. Afterwards you may
+        change the model freely: it is released, and the run no longer checks it.
         """
         if self._finished:
             return
@@ -240,7 +283,7 @@ class Run:
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned in another process.
+        """Restore what `state` returned in another process.
 
         Private: steps that are taken again must be charged, as a resumed run's are.
         """
@@ -258,7 +301,7 @@ class Run:
     def _observed(
         self, watch: Mapping[str, RecordValues], part: Batch, step: int
     ) -> dict[str, Tensor]:
-        test = step & (step - 1) == 0  # as the model's independence is
+        test = step & (step - 1) == 0  # at steps 0, 1, 2, 4, …, as independence in the model is
         return {
             name: observe(values, part, modules=(self._model,), test=test)
             for name, values in watch.items()

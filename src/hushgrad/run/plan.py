@@ -217,10 +217,8 @@ class Plan:
             )
         each = []
         for stage, count in count_stages(self.stage(step) for step in again):
-            # k Gaussian releases of one sum are one release with noise σ/√k. Other mechanisms
-            # have no such identity, and their releases are composed.
-            # k Gaussian releases of one sum are one release with noise σ/√k. Other mechanisms
-            # have no such identity, and their releases are composed.
+            # k Gaussian releases of one batch cost as much as one with noise σ/√k. Nothing of the
+            # kind holds for other mechanisms, whose releases are composed.
             if stage.mechanism is None:
                 event = stage.event(self.noise_multiplier / math.sqrt(times))
             else:
@@ -339,7 +337,6 @@ def plan(
             "publishing a record chosen at random would pass; use a smaller delta",
             stacklevel=2,
         )
-    # From here on only public numbers are used, so the plan itself tells nothing of a record.
     # From here on only public numbers are used, so the plan itself tells nothing of a record.
     steps = steps_of(epochs, records=records, batch=batch)
     drawn = Poisson(batch / records) if sampling is None else sampling

@@ -130,7 +130,6 @@ class Run:
             self._left = Snapshot.of(self._model, self._optimizer)
         self._unused = 0 if self._drawn is None else self._unused + 1
         # Correlated noise takes back that of earlier steps, so none of them may be missing.
-        # Correlated noise takes back that of earlier steps, so none of them may be missing.
         if self._unused > (0 if self.plan.correlated else _MOST_UNUSED):
             raise Refused(
                 f"expected run.step for each batch that is drawn, got {self._unused} without it; "
@@ -186,7 +185,6 @@ class Run:
             estimate, remembered = plan.parts.step(context, self._remembered)
         if not remembered.get("over"):
             context.permit.require_release()
-        # Entered durably before anything uses it: after a crash here the release is still known.
         # Entered durably before anything uses it: after a crash here the release is still known.
         self._memory.released(step, context.permit.digest)
         self._remembered, self._spent = remembered, context.permit.spent

@@ -259,7 +259,7 @@ class Run:
         found = self.plan.parts.output.result(self._output)
         if found is not None:
             set_values(self._params, found)
-        self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
+        self._ended_at = self.steps_drawn  # kept by a retry, as after a full disk
         self._position = len(self)  # so that the last checkpoint has no steps left
         self._memory.finish(self)
         self._finished = True

@@ -204,7 +204,6 @@ class Permit:
                 "expected a query to the batch that was drawn for the step, got another batch; "
                 "ask context.release, which holds the drawn one"
             )
-        # Noise before number: a refused release must not use up an answer.
         _require_noise(noise, allowed, bounded, chosen=self.limit is not None)
         if self.limit is not None:
             return self._pay(query, noise)

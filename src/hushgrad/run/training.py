@@ -104,3 +104,30 @@ def train(
     check_optimizer(optimizer, trainable(model))
     # An earlier run of these parameters may have had another loss.
     forget_structure(trainable(model))
+    require_folder_allowed(plan, folder)
+    loader = loader_of(data, plan)
+    memory = open_store(
+        plan=plan,
+        rng=rng,
+        budget=budget,
+        folder=None if folder is None else Path(folder),
+        resume=resume,
+        keep=keep,
+        fingerprint=loader.fingerprint if loader else none,
+    )
+    return Run(
+        model,
+        optimizer,
+        # Drawn by the run's own key, so that no other run draws the same batches.
+        # Drawn by the run's own key, so that no other run draws the same batches.
+        batches_of(loader, plan, memory.sampling),
+        plan=plan,
+        memory=memory,
+        execution=execution,
+        constants=Constants(
+            (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
+            # A penalty that reads the data set itself would bypass the noise.
+            # A penalty that reads the data set itself would bypass the noise.
+            private=() if loader is None else leaves_of(loader.columns),
+        ),
+    )

@@ -119,14 +119,12 @@ def train(
         model,
         optimizer,
         # Drawn by the run's own key, so that no other run draws the same batches.
-        # Drawn by the run's own key, so that no other run draws the same batches.
         batches_of(loader, plan, memory.sampling),
         plan=plan,
         memory=memory,
         execution=execution,
         constants=Constants(
             (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
-            # A penalty that reads the data set itself would bypass the noise.
             # A penalty that reads the data set itself would bypass the noise.
             private=() if loader is None else leaves_of(loader.columns),
         ),

@@ -1,8 +1,8 @@
 """Checkpoints: nested state to one file and back, without pickle.
 
-A file holds tensors in the safetensors format, one of them the JSON of everything else. Its header
-has a digest of the whole file, which is compared before anything in it is read. Opening a file runs
-no code of whoever wrote it.
+A file holds tensors in the safetensors format, one of which is the JSON of everything else. Its
+header contains a digest of the whole file, which is checked before anything else is read. Opening a
+file runs no code from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Contents = Mapping[str, Any]
 
 
 def write(path: Path, state: Contents) -> None:
-    """Write the state to a file, whole or not at all: an older one stays until the end."""
+    """Write the state to a file, entirely or not at all: an older file stays until the new one is
+    complete.
+    """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_packed(state, _TREE, tensors)).encode()
     tensors[_TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
@@ -72,7 +74,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def stamp(path: Path) -> bytes:
-    """What tells a checkpoint from the next in its place; empty if there is none."""
+    """Return what distinguishes a checkpoint from the next at the same path; empty if there is
+    none.
+    """
     if not path.exists():
         return b""
     with path.open("rb") as file:
@@ -87,13 +91,13 @@ def _header_size(data: bytes) -> int:
 
 
 def _digest_at(data: bytes) -> int:
-    """Where a file's digest is; -1 if it has none."""
+    """Return where a file's digest is; -1 if it has none."""
     found = data.find(_MARK, 8, 8 + min(len(data), _header_size(data)))
     return found if found < 0 else found + len(_MARK)
 
 
 def _digest(data: bytes, place: int) -> bytes:
-    """The digest of all of a file but the digest itself."""
+    """Return the digest of all of a file except the digest itself."""
     found, view = hashlib.blake2b(digest_size=32), memoryview(data)
     for part in (view[:place], _BLANK, view[place + len(_BLANK) :]):
         found.update(part)
@@ -101,7 +105,9 @@ def _digest(data: bytes, place: int) -> bytes:
 
 
 def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for a value, its tensors put aside; containers are tagged, as JSON keeps no types."""
+    """Return JSON for a value, collecting its tensors; containers are tagged, as JSON keeps no
+    types.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -257,7 +257,7 @@ def _centred(relation: Relation) -> bool:
 
 
 def _bound(k: int, relation: Relation) -> float:
-    """Return √k for k values from 0 to 1, half of that for values from -½ to ½; never rounded down."""
+    """Return √k for k values from 0 to 1, half of that if they are centred; never rounded down."""
     root = math.sqrt(k)
     whole = math.nextafter(root, math.inf) if math.isqrt(k) ** 2 != k else root
     return whole / 2 if _centred(relation) else whole

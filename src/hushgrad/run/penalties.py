@@ -1,6 +1,6 @@
 """Penalties: tested at each step, before its release, to be functions of the parameters alone.
 
-A penalty's gradient is added after the noise. One that reads the batch would let it out as it is.
+A penalty's gradient is added after the noise. A penalty that reads the batch would publish it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PenaltyFunction = Callable[[], Tensor]
 
 
 class Constants:
-    """The tensors that a run's penalty may read beside those of `modules`: the same at every step.
+    """The tensors that a run's penalty may read besides those of `modules`: the same at every step.
 
-    They are known once the penalty was called for the first time. One that comes up or changes
-    later may have been computed from a batch, as a running mean of its features would be. The
-    `private` ones, which hold all the records, are never constants.
+    They are recorded at the penalty's first call. A tensor that appears or changes later may have
+    been computed from a batch, like a running mean of its features. The `private` tensors, which
+    hold all records, are never constants.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Constants:
             _address(x) if isinstance(x, Tensor) else x.__array_interface__["data"][0]
             for x in private
         }
-        self._known: dict[int, Tensor] | None = None  # alive, so that no address comes twice
+        self._known: dict[int, Tensor] | None = None  # kept alive, so that no address is reused
         self._digests: dict[str, int] = {}
         self._steps = 0
         self._code: CodeType | None = None
@@ -50,12 +50,12 @@ class Constants:
     def require(self, penalty: PenaltyFunction, params: Params, *batches: Batch) -> None:
         """Refuse a penalty that depends on anything but parameters, buffers and constants.
 
-        Every tensor that it reads is looked at in each step. That it is bit-identical beside
-        another batch is tested in steps 1, 2, 4, 8, … of the same code, as independence is: it
-        may take a number from the batch, such as its size, without any operation on a tensor.
+        Every tensor that it reads is checked at each step. At steps 1, 2, 4, 8, … of the same code
+        the penalty is called again with other records in the batch, and must be bit-identical: it
+        could take a number from the batch, such as its size, without any operation on a tensor.
 
-        Not seen are numbers that Python code has taken from a batch beforehand, and a tensor that
-        was computed from the first batch before the penalty's first call.
+        Two things are not detected: numbers that Python code took from a batch before, and a tensor
+        that was computed from the first batch before the penalty's first call.
         """
         read = _Reading()
         with torch.random.fork_rng(), torch.enable_grad():
@@ -76,16 +76,17 @@ class Constants:
 
     def _require_known(self, others: Mapping[int, Tensor]) -> None:
         if any(x.requires_grad and not x.is_leaf for x in others.values()):
-            raise _refused("a tensor that was computed from the parameters before it was called")
+            # Its gradient would flow through a graph that this check has not seen.
+        raise _refused("a tensor that was computed from the parameters before it was called")
         found = digests({str(address): x for address, x in others.items()})
         if self._known is None:
             self._known, self._digests = dict(others), found
         elif not found.items() <= self._digests.items():
-            raise _refused("a tensor that is new, or other than at the penalty's first call")
+            raise _refused("a tensor that is new, or has changed since the penalty's first call")
 
 
 class _Reading(TorchDispatchMode):
-    """Notes the tensors that operations read and none of them has made, by address."""
+    """Records the tensors that operations read but did not create, by address."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,7 +94,7 @@ class _Reading(TorchDispatchMode):
         self._made: dict[int, Any] = {}
 
     def during(self, penalty: PenaltyFunction) -> Tensor:
-        """Call the penalty and note what it reads."""
+        """Call the penalty and record what it reads."""
         with self:
             return penalty()
 
@@ -111,7 +112,7 @@ class _Reading(TorchDispatchMode):
 def _require_same_beside_others(
     penalty: PenaltyFunction, value: Tensor, params: Params, records: list[Tensor]
 ) -> None:
-    """Compare value and gradient with those that come out while the batch is another."""
+    """Compare value and gradient with those for other records in the batch."""
     with torch.random.fork_rng(), torch.enable_grad(), _replaced(records):
         try:
             other = penalty()
@@ -125,7 +126,7 @@ def _require_same_beside_others(
 
 @contextmanager
 def _replaced(records: Iterable[Tensor]) -> Iterator[None]:
-    """Have tensors hold other records for a while, and another number of them."""
+    """Within a `with` block, let tensors hold other records, and another number of them."""
     kept = {id(x): (x, x.data) for x in records}
     try:
         for x, data in kept.values():
@@ -152,7 +153,7 @@ def _address(x: Tensor) -> int:
 def _refused(what: str) -> Refused:
     return Refused(
         "expected a penalty that is a function of the parameters alone, got one that reads "
-        f"{what}; its gradient gets no noise: what depends on records belongs into the loss. Make "
-        "constants before the loop, and name modules that follow the model, such as an average of "
-        "it, in train(…, keep=…)"
+        f"{what}; its gradient gets no noise: what depends on records belongs in the loss. Create "
+        "constants before the loop, and pass modules that follow the model, such as an average of "
+        "it, as train(…, keep=…)"
     )

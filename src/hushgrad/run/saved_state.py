@@ -1,4 +1,4 @@
-"""What a checkpoint must hold for a run of a plan to go on from it."""
+"""What a checkpoint must contain so that a run of a plan can resume from it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
             wrong = ["run"]
     if wrong:
         raise Refused(
-            f"expected the checkpoint of a run in {path}, got one in which {', '.join(wrong)} "
-            "cannot be so; put an older copy in its place, or start another run"
+            f"expected the checkpoint of a run in {path}, got one with invalid {', '.join(wrong)}; "
+            "put an older copy in its place, or start another run"
         )
 
 

@@ -77,7 +77,7 @@ class Constants:
     def _require_known(self, others: Mapping[int, Tensor]) -> None:
         if any(x.requires_grad and not x.is_leaf for x in others.values()):
             # Its gradient would flow through a graph that this check has not seen.
-        raise _refused("a tensor that was computed from the parameters before it was called")
+            raise _refused("a tensor that was computed from the parameters before it was called")
         found = digests({str(address): x for address, x in others.items()})
         if self._known is None:
             self._known, self._digests = dict(others), found

@@ -49,11 +49,11 @@ ALGORITHMS = ("sgd", "gd", "objective", "output")
 
 @dataclass(frozen=True)
 class Linear:
-    """What kind of linear model is fitted.
+    """The kind of linear model that is fitted.
 
-    `loss` is descended, `smooth` is minimised by the perturbations; None where that cannot be.
-    `slope` and `curvature` bound the derivatives of `loss`, or stand for such bounds: gradients
-    are clipped to `slope` × the bound on a row.
+    `loss` is used by descent and `smooth` by the perturbations; None where that is impossible.
+    `slope` and `curvature` bound the derivatives of `loss`, or stand for such bounds: gradients are
+    clipped to `slope` × the bound on a row.
     """
 
     loss: ScoreLoss
@@ -114,7 +114,12 @@ class Fitted:
 
 
 def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) -> Fitted:
-    """Fit a linear model privately; `features` is a finite array or sparse matrix."""
+    """Fit a linear model privately; `features` is a finite array or sparse matrix.
+
+    Raises:
+        ValueError: if a setting does not suit the data or the loss.
+        Refused: if the stated number of records is far from the number of rows.
+    """
     records = settings.records or features.shape[0]
     _require_near(records, features.shape[0])
     if settings.delta * records >= 1:
@@ -138,9 +143,11 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
     by = _by_descent if settings.algorithm in ("sgd", "gd") else _by_perturbation
     theta, guarantee, steps = by(rows, labels, linear, settings, public)
     sample = sample_of(features, labels.numpy())
+    # Fits on the same records compose, so the guarantee counts those that this process has made.
     earlier = remember_fit(
         Fit(settings.family, sample, public.relation, guarantee.spent, guarantee.delta)
     )
+    # Rows were divided by their bound and the intercept's column was scaled: undo both.
     found = theta.numpy()
     weights = found[:, : features.shape[1]] / settings.feature_norm
     intercept = found[:, -1] * INTERCEPT if settings.fit_intercept else np.zeros(linear.classes)
@@ -148,10 +155,10 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
 
 
 def _require_near(stated: int, rows: int) -> None:
-    """Refuse a public number of records that is nothing like the number of rows.
+    """Refuse a public number of records that is far from the number of rows.
 
-    Steps, noise and δ would be chosen for other data. The sizes are those of folds: two folds are
-    near the whole. How many rows there are is private, and not said.
+    Steps, noise and δ would be chosen for other data. Folds are allowed: two folds are near the
+    whole. The number of rows is private, and not in the message.
     """
     if 2 * stated >= rows and 2 * rows + 1 >= stated:
         return
@@ -224,7 +231,7 @@ def _by_descent(
 
 
 def _clip(clip_norm: str | float | Clip, public: Public) -> tuple[Clip, float]:
-    """The rule, and by how much steps grow to make up for shorter gradients."""
+    """Return the rule, and the factor by which steps grow to make up for shorter gradients."""
     longest = public.slope * public.row_norm
     if isinstance(clip_norm, str):
         return abadi(longest), 1.0
@@ -250,6 +257,7 @@ def _by_perturbation(
         relation=public.relation,
     )
     objective = settings.algorithm == "objective"
+    # The estimators state the penalty of the mean, the proofs that of the sum.
     strength = (settings.regularization or 0.0) * public.records
     if not strength:
         strength = _strength(problem, public, linear.classes * rows.width, objective)
@@ -301,9 +309,9 @@ def _public(settings: FitSettings) -> tuple[str, ...]:
 
 
 def _fingerprint(rows: RowSource, labels: Tensor, budget: Budget) -> Fingerprint:
-    """A keyed digest of the records as they are used.
+    """Return a function that digests the records as they are used, under a key.
 
-    A budget that has other records already takes these for a share of them, as folds are, and
+    A budget that already has other records takes these for a share of them, as folds are, and
     charges the fit to them.
     """
 

@@ -115,8 +115,8 @@ def refuse_accumulator_hooks(params: Params) -> None:
             )
         if _is_held(p):
             held[id(p)] = name
-    # A graph that is kept also keeps accumulators alive, which is allowed. So search for DDP
-    # objects, which takes a tenth of a second.
+    # A graph that is still in use also keeps accumulators alive, which is allowed. So search for
+    # DDP objects, which takes a tenth of a second.
     for reducer in _reducers() if held else ():
         for p in reducer.parameters():
             if id(p) in held:

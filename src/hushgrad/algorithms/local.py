@@ -232,10 +232,9 @@ def report(
     rng: Rng,
     step: int,
 ) -> dict[str, Tensor]:
-    """Return what one record sends, made where it is: its gradient, clipped to L, with Gaussian
-    noise.
+    """Return what one record sends: its gradient, clipped to L, with Gaussian noise.
 
-    It is for use outside of `train`, where records are in different places.
+    It is made where the record is, for use outside of `train`.
 
     Guarantees: a report is a Gaussian release of noise multiplier σ; any two records differ by at
     most 2L in it.

@@ -37,10 +37,12 @@ class Call:
 
     Args:
         operands: the private parameters of the pass, and functions of them.
-        function: what will run; a rule may put a function in its place that gives the same result.
+        function: what will run; a rule may replace it by a function that gives the same result.
         batch: how many rows there are, one for each record.
         arguments: as the operation was called, by position and by name.
         places: for each tensor without a private parameter, where its records are.
+        trusted: whether the operation is known to draw no random numbers and to return a tensor of
+            its own; set by the rules.
     """
 
     operands: Operands

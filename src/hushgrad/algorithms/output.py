@@ -213,11 +213,11 @@ def smallest() -> Output:
 
 
 def noisy_min(epsilon: float) -> Output:
-    """Return the iterate with the smallest gradient, chosen at a cost of `epsilon` (ε') more.
+    """Return the iterate with the smallest gradient, chosen at a cost of `epsilon` (ε').
 
     The choice is among θ_0, …, θ_(T−1). Laplace noise is added to the norm of each mean of clipped
-    gradients, penalty included, and only the index of the least is released. A norm moves by at most Δ, the bound on one record over the
-    public divisor (twice that if a record is replaced).
+    gradients, penalty included, and only the index of the least is released. A norm moves by at
+    most Δ, the bound on one record over the public divisor (twice that if a record is replaced).
 
     Guarantees: with the noise of `choosing` the choice is ε'-DP, a pure step, whatever T is. The
     norms and the minimum so far are private, so there are no checkpoints.

@@ -93,7 +93,8 @@ class Agd:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}")
-        if self.splits < 2 or self.choices < 2:  # of one split nothing would be left
+        # One choice would be the length 0 alone, and of one split nothing would be left.
+        if self.splits < 2 or self.choices < 2:
             raise ValueError(
                 f"expected splits >= 2 and choices >= 2, got {self.splits} and {self.choices}; 60 "
                 "and 20 are usual"
@@ -101,6 +102,7 @@ class Agd:
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every step sees every record; the noise of its releases is chosen as it goes."""
+        # Noise 1: the algorithm chooses a multiple of it and pays for that.
         objectives = Allowance(Objectives, laplace(1.0))
         return StepPlan(conditions.sampling, mechanism=_FREE, extra=(objectives,))
 
@@ -119,6 +121,7 @@ class Agd:
         if not state:
             state = {"gradient": share, "chosen": [], "longest": self.longest_step, "over": False}
         cost, known, penalty = state["gradient"], 0.0, context.regulariser
+        # A pure ε-DP choice costs ε²/2 of ρ.
         choice = choosing(math.sqrt(2 * share))
         gradient = ClippedSum(lambda here: [Summand(here, context.clip)])
         decay = gradient_of(penalty, context.params) if penalty else {}
@@ -140,7 +143,9 @@ class Agd:
             if length:
                 moved = {n: x * (length / size) for n, x in mean.items()}
                 return moved, self._later(state, known, length)
+            # Length 0 was best: the gradient is too noisy, so measure more finely.
             cost = self.gamma * known
+        # The limit is spent: the iterate stays where it is.
         still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in context.params.items()}
         return still, state | {"gradient": known or cost, "over": True}
 
@@ -178,6 +183,7 @@ class Objectives:
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
                     found[k] += context.divisor * float(penalty())
+        # A penalty can be huge or NaN at a far end of a step.
         farthest = FARTHEST * self.largest_loss
         scores = found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
         most = self.largest_loss * (1 + SUM_SLACK)
@@ -221,6 +227,7 @@ def _noise_for(rho: float, relation: Relation) -> Noise:
 
 def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
     """Return the mean of two measurements; weights by ρ are weights by precision."""
+    # ρ is proportional to the precision 1/σ² of a measurement.
     return new if old is None else (known * old + cost * new) / (known + cost)
 
 
@@ -234,6 +241,7 @@ def _losses(part: Part) -> Tensor:
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
     batch, _ = unwrap_constants(part.batch)
+    # Padded as in training, so that a record's loss does not depend on the batch's size.
     whole = pad(batch, size, padded_size(size, _MULTIPLE))
     with restored({}, part.objective.modules):
         return part.objective.loss(whole)[:size].double().nan_to_num(nan=math.inf)

@@ -107,6 +107,7 @@ class StepPlan:
         self, noise_multiplier: float, kind: NoiseKind = INDEPENDENT
     ) -> tuple[Allowance, ...]:
         """Return what a step of a plan with this multiplier may release."""
+        # The least noise: a release with more of it is accepted.
         noise = self.noise_at(noise_multiplier, kind)
         add = None if self.mechanism is None else self.mechanism.add
         return (Allowance(self.query, noise, self.answers, add), *self.extra)
@@ -176,6 +177,7 @@ class AlgorithmParts:
     @classmethod
     def of(cls, algorithm: Algorithm) -> AlgorithmParts:
         """Return the parts of an algorithm, those of DP-SGD where it has none of its own."""
+        # By attribute, so that an algorithm needs no base class.
         own = {name: getattr(algorithm, name, default) for name, default in _USUAL.items()}
         return cls(step=algorithm.step, **own)
 
@@ -240,6 +242,7 @@ class Schedule:
         self._kinds: list[StepPlan] = []
         alike = parts.stage is _USUAL["stage"]  # then one step stands for all, however many
         found = [self._kind(step) for step in range(1 if alike else steps)]
+        # A number for each step: a run may have millions of steps, and few distinct plans.
         self._which = np.asarray(found, dtype=np.int64)
 
     def _kind(self, step: int) -> int:
@@ -255,6 +258,7 @@ class Schedule:
         """
         if len(self._kinds) == 1:
             return [(self._kinds[0], steps)] if steps else []
+        # Order among steps does not matter: composition is symmetric.
         counts = np.bincount(self._which[:steps], minlength=len(self._kinds)).tolist()
         return [(plan, n) for plan, n in zip(self._kinds, counts, strict=True) if n]
 
@@ -263,7 +267,7 @@ class Schedule:
         return self.event_after(self._steps, noise_multiplier)
 
     def event_after(self, steps: int, noise_multiplier: float) -> DpEvent:
-        """Return a run of so many steps as one event, including the choice of its output."""
+        """Return the first `steps` steps as one event, including the choice of its output."""
 
         def rounds(count: int) -> DpEvent:
             return self._composed(count, noise_multiplier)
@@ -281,7 +285,7 @@ class Schedule:
 def composed(
     counts: Sequence[tuple[StepPlan, int]], noise_multiplier: float, conditions: Conditions
 ) -> DpEvent:
-    """Return the event of steps that release all that they may, so many of each kind.
+    """Return the event of steps that release all that they may, by the number of each kind.
 
     A batch at which gradients are taken at two iterates is one batch, and its sum one event.
     """
@@ -291,6 +295,7 @@ def composed(
                 "expected a limit with an algorithm that releases more than one kind of answer, "
                 'got none; state it by a method "limit", as Agd does'
             )
+    # Steps that are all alike let a sampling amplify over a whole run.
     if len(counts) == 1:
         (stage, count), records = counts[0], conditions.records
         if not AlgorithmParts.is_independent(conditions.noise):
@@ -329,6 +334,7 @@ def resized(conditions: Conditions, batch: int | None) -> Sampling:
         raise ValueError(
             f"expected a batch between 1 and {records} records, got {batch}; pass a smaller one"
         )
+    # The scheme itself knows how a batch of another size is drawn.
     return sampling.resized(batch, num_records=records)
 
 
@@ -342,6 +348,7 @@ def check_output(output: Output, conditions: Conditions) -> None:
             f"with sampled ones, got {conditions.sampling.statement}; pass sampling=FullBatch(), "
             "or use smallest(), which costs nothing"
         )
+    # Scores of steps with different bounds could not be compared with one noise.
     if isinstance(conditions.clip, Adaptive):
         raise Refused(
             f"expected one clipping norm for all steps with the output {output}, got "

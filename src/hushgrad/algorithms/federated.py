@@ -72,15 +72,18 @@ class FedAvg:
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """Return the noisy mean of the clients' clipped updates."""
+        # The same query as DP-SGD's; only the vectors differ.
         updates = ClippedSum(lambda own: [Summand(own, context.clip)], vectors=self.updates)
         return context.mean(context.release(updates)), state
 
     def updates(self, part: Part) -> Gradients:
         """Return θ − θ_k for each client, one client at a time, with the client's initial loss."""
         check_parameters(part.objective.params)  # a hook would see one client's gradient
+        # One at a time: each client trains from the same iterate.
         clients = count(part.batch)
         found = [self._trained(part, k) for k in range(clients)]
         factors: Factors = {
+            # Updates are differences of weights, which have no factors.
             name: {(0,): Dense(torch.stack([update[name] for update, _ in found]))}
             if clients
             else {}

@@ -82,6 +82,7 @@ class LocalGd:
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """One report of each record."""
+        # Gaussian reports need no mechanism of their own: the plan's noise serves.
         mechanism = StepMechanism(pure_noise, pure_reports) if self.pure else None
         return StepPlan(conditions.sampling, query=Reports, mechanism=mechanism)
 
@@ -101,6 +102,7 @@ class LocalGd:
         total = torch.zeros(sum(sizes.values()), dtype=torch.float64)
         for part in context.batch_pass.parts():
             reports = context.release(Reports(part, context))
+            # Reports are released rows, so adding them is post-processing.
             total += reports.values[_REPORTS].sum(0)
         pieces = (total / context.divisor).split(list(sizes.values()))
         found = zip(context.params.items(), pieces, strict=True)
@@ -137,6 +139,7 @@ class OwnReport:
 
     def bounded(self, work: BatchPass | None) -> Bounded:
         """Return the clipped gradient in float64; zeros if it is not finite."""
+        # math.fsum is exact, so the norm is rounded only once.
         size = math.sqrt(
             math.fsum(float(x.double().square().sum()) for x in self.gradient.values())
         )
@@ -158,6 +161,7 @@ def clipped_rows(gradients: Gradients, context: StepContext) -> tuple[ReportRows
     rows = {}
     for name, p in params.items():
         uses = gradients.factors[name].values()
+        # A report is a whole vector, so factors must be written out.
         written = [use.materialised().reshape(records, *p.shape) for use in uses]
         rows[name] = sum(written, p.new_zeros(records, *p.shape))
     dense: Factors = {name: {(0,): Dense(x)} if records else {} for name, x in rows.items()}
@@ -211,13 +215,16 @@ def hemisphere(rows: ReportRows, epsilon: float, *, bound: float, rng: Rng) -> R
         )
     records, entries = rows.shape
     normal = standard_normal(records * entries, rng.derive("sphere")).reshape(records, entries)
+    # A normalised Gaussian vector is uniform on the sphere.
     u = normal / torch.linalg.vector_norm(normal, dim=1, keepdim=True)
     chances = torch.from_numpy(rng.derive("coins").uniforms(2 * records)).reshape(2, records)
     size = torch.linalg.vector_norm(rows, dim=1)
+    # P(+L) = ½ + |v|/2L makes the mean of ±L along v equal to v.
     along = torch.where(chances[0] < 0.5 + size / (2 * bound), 1.0, -1.0)
     # One of 2⁵² outcomes less, so that no rounding makes the true side likelier than ε allows.
     truly = torch.where(chances[1] < 1 / (1 + math.exp(-epsilon)) - 2.0**-52, 1.0, -1.0)
     side = torch.where((u * rows).sum(1) >= 0, 1.0, -1.0)
+    # In logarithms: Γ overflows beyond 170, and d may be millions.
     log_mean = math.lgamma(entries / 2) - math.lgamma((entries + 1) / 2) - math.log(math.pi) / 2
     radius = bound / math.tanh(epsilon / 2) * math.exp(-log_mean)
     reports: ReportRows = radius * (along * truly * side)[:, None] * u
@@ -279,6 +286,7 @@ def pure_reports(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Rele
     if scale == 0:
         return release(bounded, noise, rng=rng, step=step)
     rows, bound, epsilon = bounded.sum[_REPORTS], bounded.l2, bounded.l2 / scale
+    # Other rows get other draws, also with the same key and step.
     digest = hashlib.blake2b(rows.numpy().tobytes(), digest_size=32).digest()
     labels = (step, f"pure {epsilon.hex()} {bound.hex()} {tuple(rows.shape)}", digest)
     reports = hemisphere(rows, epsilon, bound=bound, rng=rng.derive("pure", *labels))

@@ -25,7 +25,7 @@ from hushgrad.run.step import StepContext
 from hushgrad.types import Bounded, Params
 
 Rounds = Callable[[int], DpEvent]
-"""Maps a number of steps to the event of so many."""
+"""Maps a number of steps to their event."""
 
 FARTHEST = 2.0**36
 """Scores are cut off at this multiple of what one record moves. Beyond it float64 cannot resolve
@@ -140,11 +140,13 @@ def uniform() -> Output:
     """
 
     def after(kept: Kept, params: Params, taken: int) -> Kept:
+        # Only the drawn iterate is copied: others are not needed.
         return kept | {"point": copy_values(params)} if taken == kept["drawn"] else kept
 
     return Output(
         "uniform",
         "an iterate drawn at random, all steps accounted for",
+        # Drawn before the first step, so that no release can influence it.
         begin=lambda steps, rng: {"drawn": draw_stop(steps, rng), "point": {}},
         after=after,
     )
@@ -199,6 +201,7 @@ def smallest() -> Output:
 
     def before(kept: Kept, context: StepContext) -> Kept:
         found = {name: p.grad for name, p in context.params.items() if p.grad is not None}
+        # The mean of |ĝ|² is |∇|² plus the noise's total variance.
         deviation = context.noise.noise_multiplier * context.releases[0].l2 / context.divisor
         entries = sum(p.numel() for p in context.params.values())
         return _less(kept, norm(found) ** 2 - entries * deviation**2, context.params)
@@ -239,6 +242,7 @@ def noisy_min(epsilon: float) -> Output:
     """
 
     def before(kept: Kept, context: StepContext) -> Kept:
+        # A private score: it is compared in memory, and only the winner is returned.
         score = context.release(MeanNorm(context))
         return _less(kept, float(score.values["norm"]), context.params)
 
@@ -268,6 +272,7 @@ class MeanNorm:
         context, total = self.context, self.context.permit.last_sum
         assert total is not None, "the step asks for its own sum first"
         mean = {n: total.sum[n].double() / context.divisor for n in context.params}
+        # A penalty reads no record, so it does not move the bound.
         mean |= {n: mean[n] + extra.double() for n, extra in context.penalty.items()}
         most = total.sensitivity(context.relation) / context.divisor
         size = next(iter(mean.values())).new_tensor([min(norm(mean), FARTHEST * most)])
@@ -292,6 +297,7 @@ def choosing(epsilon: float) -> Noise:
             f"expected epsilon > {4 * share:.2g} and finite for a choice, got {epsilon}; 0.1 is "
             "usual"
         )
+    # Twice the bound: of two scores one may rise while the other falls.
     return laplace(2 / (epsilon - share))
 
 

@@ -45,6 +45,7 @@ class Ball:
 
     def __call__(self, params: Params) -> None:
         size = torch.linalg.vector_norm
+        # At x = 0 the quotient is infinite, which clamp turns into 1.
         _moved(params, lambda x: x * torch.clamp(self.radius / size(x), max=1.0))
 
 
@@ -106,6 +107,7 @@ class Simplex:
         _moved(params, self._nearest)
 
     def _nearest(self, x: Vector) -> Vector:
+        # The largest entries are shifted by a common amount, all others become 0.
         ordered = x.sort(descending=True).values
         excess = ordered.cumsum(0) - self.total
         count = torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)
@@ -132,6 +134,7 @@ class Affine:
     target: Float64[Tensor, " rows"]
 
     def __call__(self, params: Params) -> None:
+        # The pseudo-inverse gives the nearest solution, also where rows depend on each other.
         solve = torch.linalg.pinv(self.matrix)
 
         def nearest(x: Vector) -> Vector:
@@ -150,6 +153,7 @@ class Affine:
 def _moved(params: Params, nearest: Callable[[Vector], Vector]) -> None:
     """Replace the parameters by `nearest` of them, all as one vector in float64."""
     with torch.no_grad():
+        # One vector: the nearest point of a set is not found parameter by parameter.
         whole = torch.cat([p.detach().double().flatten() for p in params.values()])
         pieces = nearest(whole).split([p.numel() for p in params.values()])
         for p, piece in zip(params.values(), pieces, strict=True):

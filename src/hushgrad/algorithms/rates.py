@@ -84,6 +84,7 @@ def normalised_rate(
 
     Reference: DP-NSGD, Theorem 3.2, equation (4).
     """
+    # The theorem proves no rate for a smaller r.
     if gamma <= problem.spread:
         raise Refused(
             f"expected gamma (r) above the spread τ0 = {problem.spread} for Theorem 3.2, got "
@@ -124,6 +125,7 @@ def clipped_rate(
 
     Reference: DP-NSGD, Theorem 3.4, equation (8).
     """
+    # The theorem proves no rate for a smaller c.
     least = 2 * problem.spread / (1 - problem.relative_spread)
     if clip_norm <= least:
         raise Refused(
@@ -229,6 +231,7 @@ def recursive_momentum_batch(
             "calibrate with the tight accountant"
         )
     batch = math.ceil(records * math.sqrt(epsilon / steps))
+    # Raises if the conditions of Theorem 5.1 do not hold.
     noise = recursive_momentum_noise_multiplier(
         epsilon, delta=delta, steps=steps, records=records, batch=batch
     )

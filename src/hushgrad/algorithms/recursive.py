@@ -55,6 +55,7 @@ class PerDistance:
 
     def at(self, apart: float, *, most: float) -> Clip:
         """Return the rule for two iterates at this distance, with a bound of at most `most`."""
+        # At most twice the plan's bound, as of a difference of two clipped gradients.
         return abadi(min(max(self.smoothness * apart, _SMALLEST_STEP), most))
 
 
@@ -121,6 +122,7 @@ class Srm:
         """The first batch may be larger than the others."""
         if step:
             return StepPlan(conditions.sampling)
+        # A larger first batch pays off, since all later estimates start from it.
         return StepPlan(resized(conditions, self.first_batch), self.first_noise)
 
     def check(self, conditions: Conditions) -> None:
@@ -137,6 +139,7 @@ class Srm:
         else:
             fresh = context.mean(context.release(self._query(context, state["point"])))
             old = state["estimate"]
+            # In float64, since errors add up through the recursion.
             estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
 
@@ -149,7 +152,7 @@ class Srm:
     def _query(self, context: StepContext, before: Values) -> ClippedSum:
         gamma, combined = self.gamma, self.combined_clip
         if combined is not None:
-
+            # One vector for each record: linear in factors, so nothing is written out.
             def as_one(new: Gradients, old: Gradients) -> list[Summand]:
                 both = gamma * new + (1 - gamma) * difference(new, old)
                 return [Summand(both, combined, losses=new.losses)]
@@ -267,6 +270,7 @@ class SpiderBoost:
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
         """Return the anchor's estimate, or the recursion from it."""
         here = copy_values(context.params)
+        # The first step has nothing to recur from.
         if context.step % self.period == 0 or not state:
             anchor = ClippedSum(lambda here: [Summand(here, context.clip)])
             estimate = context.mean(context.release(anchor))

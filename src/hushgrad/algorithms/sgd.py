@@ -58,6 +58,7 @@ class Sgd:
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer's step, then project."""
         optimizer.step()
+        # After the step: the next gradient is taken inside the set.
         if self.project is not None:
             self.project(params)
 

@@ -115,6 +115,7 @@ def descend(
     """
     require_one_process()
     clip, sampling = plan.clip, plan.sampling
+    # The plan's event covers plain DP-SGD steps; this loop takes no others.
     plain = plan.metrics is None and plan.algorithm == Sgd() and not plan.correlated
     if not (isinstance(clip, Clip) and isinstance(sampling, Scheme) and plain):
         raise Refused(
@@ -132,11 +133,13 @@ def descend(
         fingerprint=fingerprint,
     )
     theta = torch.zeros(classes, rows.width, dtype=torch.float64)
+    # Enters the run in its ledger; there is no checkpoint to load.
     memory.restore(Descended(theta, 0), lambda state: None)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
     _require_planned_number(rows, sampling, plan)
     span = sampling.span(plan.records, length=rows.count)
+    # The same for all steps, so it is made once.
     allowed = (Allowance(ClippedLinearSum, plan.noise_at(0)),)
     for step in range(plan.steps):
         memory.drawn(step)
@@ -145,9 +148,11 @@ def descend(
             # Positions are drawn up to a public span, so that draws do not depend on the data.
             positions = sampling.draw(span, step=step, rng=memory.sampling)
             positions = positions[positions < rows.count]
+            # Positions beyond the data are of records that are not there.
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
         context = StepContext(memory.rng, Permit(step, allowed))
         released = context.release(ClippedLinearSum(drawn, own, theta, loss, clip))
+        # Before θ moves: a release must be known before it is used.
         memory.released(step, released.digest)
         gradient = released.values[NAME] / plan.divisor
         if descent.penalty is not None:
@@ -165,6 +170,7 @@ def descend(
 
 def _require_planned_number(rows: RowSource, sampling: Scheme, plan: Plan) -> None:
     """Refuse another number of records than the plan's, where it is public."""
+    # With add/remove the number is private, and must not be compared.
     if Relation.ADD_REMOVE not in sampling.relations and rows.count != plan.records:
         raise Refused(
             f"expected the {plan.records} records that the plan states with "

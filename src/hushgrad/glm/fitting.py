@@ -127,12 +127,14 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
             f"expected delta below 1 / records = {1 / records:.2g}, got {settings.delta}; such a "
             "delta would allow a record to be published"
         )
+    # The intercept is a column of constants, which the rows' norm includes.
     behind = INTERCEPT if settings.fit_intercept else 0.0
     rows = scaled_rows(features, feature_norm=settings.feature_norm, intercept=behind)
     public = Public(
         records=records,
         epsilon=settings.epsilon,
         delta=settings.delta,
+        # A number taken from the rows may only be used where all neighbours have the same.
         relation=Relation.ADD_REMOVE if settings.records else Relation.REPLACE_ONE,
         classes=linear.classes,
         row_norm=math.hypot(1.0, behind) * LONGEST,
@@ -173,6 +175,7 @@ def _require_near(stated: int, rows: int) -> None:
 def _by_descent(
     rows: RowSource, labels: Tensor, linear: Linear, settings: FitSettings, public: Public
 ) -> tuple[Tensor, GlmGuarantee, int]:
+    # A smaller clipping norm shortens gradients, so the rate grows.
     clip, scale = _clip(settings.clip_norm, public)
     chosen = descent_settings(
         public,
@@ -181,6 +184,7 @@ def _by_descent(
         steps=settings.steps,
         rate=settings.learning_rate,
     )
+    # Full batches compose to one Gaussian, whose ε is known exactly.
     accountant = EXACT if settings.algorithm == "gd" else PLD
     target = Target(settings.epsilon, settings.delta, public.relation, accountant)
     sigma, spent = least_noise(
@@ -201,6 +205,7 @@ def _by_descent(
     )
     strength = settings.regularization
     descent = Descent(
+        # A rate that the user chose is used as it is.
         rate=chosen.rate if settings.learning_rate else chosen.rate * scale,
         momentum=chosen.momentum,
         penalty=ridge(strength) if strength else None,
@@ -217,6 +222,7 @@ def _by_descent(
         fingerprint=_fingerprint(rows, labels, settings.budget) if settings.budget else none,
     )
     guarantee = GlmGuarantee(
+        # Basic composition with what the run was charged beyond its plan.
         spent=math.fsum([spent, *(charge.epsilon for charge in done.charges)]),
         delta=math.fsum([plan.delta, *(charge.delta for charge in done.charges)]),
         relation=public.relation,

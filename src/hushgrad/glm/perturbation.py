@@ -126,6 +126,7 @@ class PerturbationProblem:
     @property
     def determinant(self) -> float:
         """c: how far a record can move the logarithm of the Hessian's determinant."""
+        # β‖x‖², a bound on the eigenvalues of a record's Hessian.
         bend = self.loss.smoothness * (self.row_norm * _UP) ** 2
         return self.classes * math.log1p(bend / self.strength)
 
@@ -156,6 +157,7 @@ def objective_delta(epsilon: float, *, ratio: float, determinant: float, dimensi
         >>> math.isclose(found, 2 * gaussian_delta(2.0, epsilon=1.0), rel_tol=1e-6)
         True
     """
+    # The loss exceeds ε where mχ is above this.
     left = epsilon - determinant - ratio**2 / 2
     start = max(0.0, left / ratio)
     stop = max(start, math.sqrt(dimensions)) + 40.0
@@ -170,11 +172,7 @@ def objective_delta(epsilon: float, *, ratio: float, determinant: float, dimensi
 
 
 def objective_noise(problem: PerturbationProblem) -> float:
-    """Return the least σ of the linear term, to 1e-6, that keeps (ε, δ).
-
-    Raises:
-        Refused: if the strength leaves too little of ε to the noise.
-    """
+    """Return the least σ of the linear term, to 1e-6, that keeps (ε, δ)."""
     c, epsilon, delta = problem.determinant, problem.epsilon, problem.delta
     if c >= epsilon:
         raise Refused(
@@ -190,6 +188,7 @@ def objective_noise(problem: PerturbationProblem) -> float:
         found = objective_delta(epsilon, ratio=ratio, determinant=c, dimensions=dimensions)
         return found <= delta
 
+    # A bisection on m = sensitivity ÷ noise: δ grows with m.
     low, high = 2.0**-40, 2.0**10
     if not kept(low):
         raise Refused(
@@ -241,6 +240,7 @@ def objective_perturbation(
     has the proof.
     """
     key = _key(rng, budget)
+    # Basic composition of the two parts, so their shares add up to one.
     main = _with_share(problem, 1 - OUTPUT_SHARE)
     sigma = objective_noise(main)
     size = (problem.classes, rows.width)
@@ -376,6 +376,7 @@ def _released(
     if entry is not None:
         entry.reserve(1)
     try:
+        # The search runs before the release, so that its failure can be charged.
         query.bounded()
     except BaseException:
         if entry is not None:

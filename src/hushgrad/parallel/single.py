@@ -47,6 +47,7 @@ def _ranks() -> int:
         return int(distributed.get_world_size())
     # Processes of torchrun before init_process_group; no other launcher sets TORCHELASTIC_RUN_ID.
     started = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    # Not a number: not torchrun's.
     return int(started) if started.isdecimal() else 1
 
 

@@ -21,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+# One record must hardly be able to trigger the warning, so the margin is wide.
 _FAR_OFF = 0.1  # of the planned number
 
 
@@ -110,6 +111,7 @@ def batches_of(loader: Loader | None, plan: Plan, rng: Rng) -> Callable[[range],
     if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
     assert isinstance(sampling, Scheme) and loader is not None
+    # Drawn step by step only where an algorithm's steps sample differently.
     alike = all(stage.sampling == sampling for stage, _ in plan.stages)
     scheme: Draws = sampling if alike else Scheduled(plan.stage, sampling)
     return lambda steps: loader.batches(scheme, num_records=plan.records, steps=steps, rng=rng)
@@ -122,6 +124,7 @@ def trainable(model: nn.Module) -> Params:
 
 def require_same_parameters(model: nn.Module, params: Params) -> None:
     """Refuse a model that has other trainable parameters than when the run started."""
+    # Compared by identity: the run takes gradients of the tensors that it started with.
     now = trainable(model)
     if {n: id(p) for n, p in now.items()} != {n: id(p) for n, p in params.items()}:
         changed = sorted(now.keys() ^ params.keys())

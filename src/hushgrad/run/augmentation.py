@@ -52,6 +52,7 @@ class Views:
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return one loss for each record of the batch."""
+        # A record's views follow one another, so that unflatten puts them together.
         repeated = map_tensors(lambda x: x.repeat_interleave(self.count, 0), batch)
         losses: Tensor = self.loss(self.augment(repeated)).unflatten(0, (-1, self.count))
         return losses.mean(1)

@@ -50,8 +50,10 @@ class Books:
         batch.
         """
         self.drawn(step)
+        # Only steps below `_replayed` can have been released with this key before.
         known = self.entry.digests(step) if step < self._replayed else []
         if known and digest not in known:
+            # Later steps start from another iterate now, so all of them will differ, too.
             times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]
             again = [step + k for k, n in enumerate(times) if n > 0]
             event = self._plan.released_again(again, times=1 + max(times))
@@ -126,10 +128,11 @@ def resumed_charging(
             raise settled_refusal(
                 row, "other batches than it drew before, since its key or its data is missing"
             )
+        # Another copy of the ledger may know more steps: then all of them may be released.
         again = list(range(step, row.position if upto is None else upto))
         turns = plan.sampling.participation
         if plan.sampling.epoch(plan.records) or (turns is not None and turns.cycle > 1):
-            again.append(step)  # an epoch or a cycle begins anew: a record may come once more
+            again.append(step)  # an epoch or a cycle begins again: a record may come once more
         if not again:
             return None
         event = plan.released_again(again, times=1)
@@ -144,6 +147,7 @@ def destroy(path: Path) -> None:
     """Overwrite a key and remove its file."""
     if path.exists():
         with path.open("r+b") as file:
+            # Overwritten before it is removed: a removed file can often be restored.
             file.write(bytes(path.stat().st_size))
             file.flush()
             os.fsync(file.fileno())

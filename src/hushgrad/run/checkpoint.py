@@ -36,6 +36,7 @@ def write(path: Path, state: Contents) -> None:
     complete.
     """
     tensors: dict[str, Tensor] = {}
+    # JSON instead of pickle: loading a pickle can run any code.
     tree = json.dumps(_packed(state, _TREE, tensors)).encode()
     tensors[_TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
     data = save(tensors, metadata={"hushgrad": str(_VERSION), "digest": _BLANK.decode()})
@@ -56,6 +57,7 @@ def read(path: Path) -> dict[str, Any]:
             "a run"
         ) from error
     place = _digest_at(data)
+    # Compared before the JSON is parsed, so that damage is never interpreted.
     if place < 0 or data[place : place + len(_BLANK)] != _digest(data, place):
         raise Refused(
             f"expected a checkpoint in {path}, got a file that is damaged or of another kind; put "
@@ -81,6 +83,7 @@ def stamp(path: Path) -> bytes:
         return b""
     with path.open("rb") as file:
         start = file.read(8)
+        # Only the header: a checkpoint can be as large as the model.
         header = start + file.read(min(_header_size(start), path.stat().st_size))
     place = _digest_at(header)
     return header[place : place + len(_BLANK)]
@@ -112,6 +115,7 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
+            # Names by number: keys of a state dict need not be strings.
             name = str(len(tensors))
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {"tensor": name}

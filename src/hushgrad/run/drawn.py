@@ -33,12 +33,14 @@ class DrawnBatch:
         A tensor may be on another device or of another dtype. It may be a view that has each
         record's entries in the record's own place: in another shape or order, or some of them.
         """
+        # Written to in place: the batch would pass as the one drawn, with other values.
         if self._now() != self._digests:
             raise Refused(
                 "expected the batch as it was drawn, got one that was written to; change a copy of "
                 f"each record {_WHERE}"
             )
         handed = tensors(batch)
+        # An empty batch has no rows to compare, and no record to protect.
         if self._size == 0 and all(x.dim() and len(x) == 0 for x in handed):
             return
         if not handed or not all(any(_is_of(x, own) for own in self._tensors) for x in handed):
@@ -63,6 +65,7 @@ def _is_of(x: Tensor, own: Tensor) -> bool:
         return False
     if x.device == own.device and _address(x) == _address(own) and _is_view_by_record(x, own):
         return True
+    # A view of a converted copy: compare the whole copy, then its rows.
     whole = x if x._base is None else x._base
     if not _has_same_rows(whole, own):
         return _has_same_rows(x, own)

@@ -127,6 +127,7 @@ def evaluate(
     _require(values, records=records, chunk=chunk)
     require_delta(delta)
     require_proof(accountant)
+    # Arguments are checked before the budget is charged.
     noise, spent = _noise(epsilon, noise_multiplier, delta, relation, accountant)
     loader = data if isinstance(data, Loader) else Loader(data)
     entry = None
@@ -152,6 +153,7 @@ def evaluate(
     return Evaluation(
         values=dict(zip(values, averages, strict=True)),
         standard_error=scale / records,
+        # With a public seed anyone can subtract the noise.
         epsilon=math.inf if rng.reproducible else spent,
         delta=delta,
     )
@@ -238,6 +240,7 @@ class RecordValueSums:
             for place, batch in enumerate(_chunks(self.loader, self.chunk)):
                 for k, function in enumerate(self.functions):
                     found = observe(function, batch, modules=self.modules, test=place == 0)
+                    # Rounded to whole units: integer sums are exact in any order.
                     clamped = torch.nan_to_num(found, nan=0.0).clamp(0, 1)
                     total[k] += ((clamped * _UNIT).round().long() - middle).sum().cpu()
                 records += count(batch)

@@ -168,6 +168,7 @@ class Execution:
         restored after it: a buffer that counts passes would otherwise reveal the number of records.
         """
         most = self._largest(rows)
+        # The proof of rounding covers a limited number of partial sums.
         if pieces is not None:
             pieces.require_few_sums(most)
         first = True
@@ -176,6 +177,7 @@ class Execution:
             for start in range(0, max(size, 1), most):
                 stop = min(start + most, size)
                 part = piece if stop - start == size else cut(piece, start, stop)
+                # Only one of a batch's passes may advance the buffers.
                 with nullcontext() if first else restored({}, modules):
                     yield MicroBatch(part, (stop - start) / size if size else 1.0)
                 first = False
@@ -229,6 +231,7 @@ def fitting_micro_batch(
         raise ValueError("expected a batch with at least one record to measure, got none")
     used = [
         _bytes_held(loss, params, take(batch, [i % size for i in range(n)]), modules)
+        # Two sizes: the difference leaves out what does not grow with records.
         for n in (MULTIPLE, 2 * MULTIPLE)
     ]
     each = max((used[1] - used[0]) / MULTIPLE, 1.0)
@@ -256,6 +259,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    # Measuring must leave no trace in buffers, gradients or random state.
     with torch.random.fork_rng(), restored(params, modules), hooks:
         gradients = use_certificate(certificate, objective, batch, fresh=True)
     for x in gradients.held() if gradients is not None else ():

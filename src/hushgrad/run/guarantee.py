@@ -88,6 +88,7 @@ class Guarantee:
 
     @property
     def _spent(self) -> float:
+        # Basic composition: a charge's event may differ in kind from the plan's.
         return math.fsum([self.plan.epsilon, *(charge.epsilon for charge in self.charges)])
 
     @property
@@ -147,6 +148,7 @@ class Guarantee:
     def headline(self) -> str:
         """The two numbers, or why there are none."""
         plan = self.plan
+        # Rounded up: a guarantee may only be rounded in the safe direction.
         budget = f"({up(self._spent)}, {figure(self.delta, up=True)})-DP"
         if plan.epsilon == math.inf:
             budget = "not private: no noise"

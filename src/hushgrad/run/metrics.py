@@ -92,6 +92,7 @@ class Metrics:
         """Return one row for each record, of norm at most 1 whatever the record is."""
         # A NaN loss counts as the largest: nobody is told that a record is NaN.
         loss = losses.double().nan_to_num(nan=torch.inf).clamp(0, self.largest_loss)
+        # A record counts as clipped if any of its groups was.
         clipped: Bool[Tensor, " batch"] = (weights < 1).any(1)
         scalars = [loss / self.largest_loss, clipped.double()]
         scalars += [watched[n].double().nan_to_num(0.0).clamp(0, 1) for n in self.watched]
@@ -100,6 +101,7 @@ class Metrics:
         place = torch.bucketize(size, edges.to(size.device))
         histogram = torch.nn.functional.one_hot(place, len(self.bins)).double()
         rows = torch.cat([torch.stack(scalars, 1), histogram], 1) * self._each
+        # Rounded down, so that rounding never lengthens a row.
         return (rows / _ENTRY).floor() * _ENTRY
 
     @property
@@ -111,6 +113,7 @@ class Metrics:
         """Return the sum with its records' metrics, and the bound on both together."""
         room = self.share * bounded.l2
         total = rows.sum(0) * (room * _UNDER)
+        # Euclidean norms of two parts of one vector add up in squares.
         return Bounded({**bounded.sum, NAME: total}, math.hypot(bounded.l2, room))
 
     def read(self, released: Tensor, *, l2: float, expected: float) -> dict[str, float]:
@@ -119,6 +122,7 @@ class Metrics:
         `l2` is the bound on gradient and metrics together. The values are noisy, so a share may be
         below 0 or above 1.
         """
+        # The bound on metrics alone, from that on gradient and metrics together.
         room = self.share * l2 / math.hypot(1, self.share)
         means = (released / (room * _UNDER * self._each * expected)).tolist()
         found = dict(zip(self.names, means, strict=True))

@@ -21,6 +21,7 @@ class Odometer:
     """
 
     def __init__(self, plan: Plan) -> None:
+        # Progress bars ask often; the plan's own accountant may take seconds.
         self._plan = replace(plan, accountant=plan.accountant.sketch())
         self._known: dict[int, float] = {}
 
@@ -34,6 +35,7 @@ class Odometer:
         """Return the most that a plan of so many steps would cost; 0 before the first step."""
         if steps == 0:
             return 0.0
+        # Rounded up to a computed step: ε grows with the steps.
         point = next(p for p in self.points if p >= steps)
         if point not in self._known:
             self._known[point] = self._plan.epsilon_after(point)

@@ -60,6 +60,7 @@ class Constants:
         read = _Reading()
         with torch.random.fork_rng(), torch.enable_grad():
             value = read.during(penalty)
+        # The drawn batch and the one passed: the latter may be on another device.
         records = [x for batch in batches for x in tensors(batch)]
         if read.tensors.keys() & {_address(x) for x in records}:
             raise _refused("a tensor of the batch")
@@ -68,6 +69,7 @@ class Constants:
         own = {_address(x) for module in self._modules for x in _held(module)}
         own |= {_address(p) for p in params.values()}
         self._require_known({a: x for a, x in read.tensors.items() if a not in own})
+        # A lambda is created anew at each step; its code object stays the same.
         code = getattr(penalty, "__code__", None)
         self._steps = self._steps + 1 if code is self._code else 1
         self._code = code
@@ -100,6 +102,7 @@ class _Reading(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
+            # What an operation has made in this call comes from what it read, and needs no check.
             if isinstance(x, Tensor) and (address := _address(x)) and address not in self._made:
                 self.tensors[address] = x
         made = func(*args, **(kwargs or {}))
@@ -130,6 +133,7 @@ def _replaced(records: Iterable[Tensor]) -> Iterator[None]:
     kept = {id(x): (x, x.data) for x in records}
     try:
         for x, data in kept.values():
+            # One record more as well: a penalty could depend on the size of the batch.
             x.data = data.new_zeros(len(data) + 1, *data.shape[1:])
         yield
     finally:

@@ -104,6 +104,7 @@ class ZcdpLimit:
         Raises:
             Refused: if the event is of another kind.
         """
+        # Replacing a record removes one and adds another: twice the distance.
         replaced = 2.0 if self.relation is Relation.REPLACE_ONE else 1.0
         total = []
         for part, times in leaves(event):
@@ -124,7 +125,7 @@ class ZcdpLimit:
 class Permit:
     """What one step may still release, and what it has released.
 
-    Guarantees: a release that passes `require` is on the drawn batch, is foreseen by the plan, and
+    Guarantees: a release that passes `require` is on the drawn batch, is allowed by the plan, and
     has at least the noise that the plan accounts for.
 
     Args:
@@ -165,10 +166,10 @@ class Permit:
         return self.spent + self.limit.cost(ComposedDpEvent(list(events))) <= self.limit.rho
 
     def allowance(self, query: object) -> Allowance:
-        """Return what the plan foresees for such a query.
+        """Return what the plan allows for such a query.
 
         Raises:
-            Refused: if it foresees none.
+            Refused: if it allows none.
         """
         if not is_answerable(query):
             raise Refused(
@@ -188,6 +189,7 @@ class Permit:
         """Return the sum if this query was the last one asked, so that it need not be computed
         again.
         """
+        # By identity: a query that is equal could be asked of other private state.
         return self._last[1] if self._last is not None and self._last[0] is query else None
 
     @property
@@ -198,7 +200,8 @@ class Permit:
     def require(
         self, query: Query, bounded: Bounded, noise: Noise, allowed: Allowance, batch: Batch | None
     ) -> None:
-        """Refuse a release that the plan does not foresee, before its noise is added."""
+        """Refuse a release that the plan does not allow, before its noise is added."""
+        # By identity: equal values could be another batch's.
         if batch is not self.batch:
             raise Refused(
                 "expected a query to the batch that was drawn for the step, got another batch; "
@@ -207,6 +210,7 @@ class Permit:
         _require_noise(noise, allowed, bounded, chosen=self.limit is not None)
         if self.limit is not None:
             return self._pay(query, noise)
+        # Each row of reports is one record's answer.
         rows = len(next(iter(bounded.sum.values()))) if query.of_each_record else 1
         most = allowed.answers * (count(batch) if query.of_each_record else 1)
         answered = self._answered.get(type(query), 0) + rows

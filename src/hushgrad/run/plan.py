@@ -34,7 +34,7 @@ class Plan:
     numbers that people usually have; call this class where all of its arguments are known.
 
     Guarantees: what the plan accounts for is what its steps may release. `permit` states it for
-    each step, and a release that it does not foresee is refused.
+    each step, and a release that it does not allow is refused.
 
     Args:
         records: n, the public number of records.
@@ -77,6 +77,7 @@ class Plan:
     noise: NoiseKind = INDEPENDENT
 
     def __post_init__(self) -> None:
+        # `plan` checks this before it searches for the noise, but a Plan can be made directly.
         require_relation(self.sampling, self.relation)
         require_delta(self.delta)
         require_proof(self.accountant)
@@ -90,6 +91,7 @@ class Plan:
                 f"expected a clipping rule, got {self.clip!r}; pass one such as hg.automatic() or "
                 "hg.abadi(1.0)"
             )
+        # The share of clipped records must be released, and metrics are how it is.
         if isinstance(self.clip, Adaptive) and self.metrics is None:
             raise ValueError(
                 "expected metrics with adaptive clipping, which follows the share of clipped "
@@ -153,6 +155,7 @@ class Plan:
             past: the tags of earlier releases, on which correlated noise depends.
             buffer: the noise of earlier releases, kept so that it need not be drawn again.
         """
+        # An output rule that chooses by a release pays for it in its event.
         choice = self.parts.output.choice
         allowances = self.stage(step).allowances(self.noise_multiplier, self.noise)
         return Permit(
@@ -180,7 +183,7 @@ class Plan:
         return self.sampling.expected_batch(self.records)
 
     def event(self, steps: int) -> DpEvent:
-        """The first so many steps of the run as one event."""
+        """The first `steps` steps of the run as one event."""
         return self.schedule.event_after(steps, self.noise_multiplier)
 
     @cached_property
@@ -189,7 +192,7 @@ class Plan:
         return self.epsilon_after(self.steps)
 
     def epsilon_after(self, steps: int) -> float:
-        """What a run of so many steps would have cost, had it been planned with that number."""
+        """What a run of `steps` steps would have cost, had it been planned so."""
         return self.spent(self.event(steps))
 
     def spent(self, event: DpEvent) -> float:
@@ -233,7 +236,7 @@ class Plan:
         return not AlgorithmParts.is_independent(self.noise)
 
     def settled_event(self, steps: int) -> DpEvent | None:
-        """What a run that ends after so many steps is charged; None if it drew no batch.
+        """What a run that ends after `steps` steps is charged; None if it drew no batch.
 
         Where noise is correlated, the whole run is charged, however few steps were taken.
         """
@@ -252,6 +255,7 @@ class Plan:
             "delta": self.delta,
             "relation": self.relation.value,
             "clip": repr(self.clip),
+            # A grouping may be a function, whose repr contains an address.
             "groups": getattr(self.groups, "__name__", repr(self.groups)),
             "accountant": self.accountant.name,
             "metrics": None if self.metrics is None else self.metrics.terms(),
@@ -303,7 +307,7 @@ def plan(
         accountant: what computes ε; the PLD accountant by default, which is the tightest.
         metrics: numbers of each record, such as its loss, released along with its gradient.
         algorithm: DP-SGD by default, or another of `hushgrad.algorithms`.
-        noise: the kind of noise: `noise.Independent(gaussian)` by default, which is drawn anew at
+        noise: the kind of noise: `noise.Independent(gaussian)` by default, which is drawn afresh at
             each step, or `noise.correlated(...)`, which takes back part of the noise of earlier
             steps and needs `sampling.CyclicPoisson` or `sampling.FullBatch`.
 
@@ -339,10 +343,12 @@ def plan(
         )
     # From here on only public numbers are used, so the plan itself tells nothing of a record.
     steps = steps_of(epochs, records=records, batch=batch)
+    # Poisson sampling draws each record by itself, which every accountant covers.
     drawn = Poisson(batch / records) if sampling is None else sampling
     rule = automatic() if clip is None else clip
     chosen = Sgd() if algorithm is None else algorithm
     require_relation(drawn, relation)
+    # Correlated noise chooses its bands for this sampling and number of steps.
     kind = noise.fitted(drawn, num_steps=steps)
     conditions = Conditions(drawn, records, relation, rule, kind)
     parts = AlgorithmParts.of(chosen)

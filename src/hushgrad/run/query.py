@@ -186,12 +186,14 @@ class BatchPass:
     def parts(self) -> Iterator[Part]:
         """Yield the micro-batches; an empty batch is one micro-batch."""
         run, objective = self.execution, self.objective
+        # A record of K views takes K rows of memory, so fewer records fit.
         rows = rows_per_record(objective.loss)
         # By the public expected size: a capacity that followed the batch would tell its size.
         capacity = run.capacity(self.batch_size, rows=rows)
         parts = run.parts(self.batch, objective.modules, rows=rows, pieces=self.pieces)
         for batch, share in parts:
             weights = self._eager_weights(share)
+            # With weights known in advance the form `recomputed` needs no second pass.
             own = objective if weights is None else replace(objective, foreseen=weights)
             yield Part(own, batch, run.taker(own, batch, capacity), share)
 
@@ -245,6 +247,7 @@ class ClippedSum:
         assert work is not None, "a clipped sum is asked of a batch"
         total: Bounded | None = None
         for part in work.parts():
+            # Before the current iterate: Part.at needs the random state as it is now.
             earlier = [part.at(iterate) for iterate in self.iterates]
             here = part.gradients() if self.vectors is None else self.vectors(part)
             bounded = _summed(self.terms(here, *earlier), part, work)
@@ -262,6 +265,7 @@ def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
     partition, metrics = work.partition, work.metrics
     groups = len(partition.names)
     norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
+    # Fewer norms than records would leave some of them unclipped.
     records = count(part.batch)
     if not all(len(each) == records for each in norms):
         raise Refused(
@@ -281,6 +285,7 @@ def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
     )
     if metrics is None:
         return bounded
+    # Metrics describe the first summand, the gradient at the current iterate.
     losses = terms[0].gradients.losses if terms[0].losses is None else terms[0].losses
     rows = metrics.rows(losses, norms[0], weights[0], work.observed(part.batch))
     return metrics.beside(bounded, rows)

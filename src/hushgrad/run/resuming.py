@@ -118,6 +118,7 @@ class RunStore:
         The checkpoint contains the run's draw, so that later releases are never mistaken for
         releases on other batches. If anything is refused, no files and no folders are left behind.
         """
+        # Loaded before anything is charged: a model of another shape must cost nothing.
         if self._saved is not None:
             self._load(self._saved, load)
         with nullcontext() if self._folder is None else Claim(self._folder) as claim:
@@ -140,9 +141,11 @@ class RunStore:
                 "expected a run with a folder for its checkpoints, got none; pass folder= to train"
             )
         assert self._books is not None
+        # Two processes must not alternate in writing one checkpoint.
         self._books.entry.require_held()
         state = {
             "plan": self._plan.terms(),
+            # By it a resumed run finds its entry in the ledger.
             "entry": self._books.entry.id,
             "batches": self.sampling.name,
             "draw": self._draw,
@@ -253,9 +256,11 @@ def _resumed(
             f"expected keep= with the names in the checkpoint, {sorted(saved['keep'])}, got "
             f"{sorted(keep)}; pass the same keep= as before"
         )
+    # Without a budget the run keeps a ledger of its own in its folder.
     account = budget or kept_budget(folder)
     step, over = saved["run"]["step"], saved["run"]["step"] == plan.steps
     copied = account.entry(saved["entry"]).copied
+    # Noise and batches follow from the key: without it both are new.
     lost = not over and not (folder / KEY).exists()
     own = _resumed_key(rng, folder, saved, over=over, budget=budget)
     draw, sampling = saved["draw"], _sampling(plan, own, fingerprint, saved["draw"])
@@ -339,11 +344,13 @@ def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
 
 def _own(rng: Rng) -> Rng:
     """Return a key for one run: two runs with one key must not draw the same batches and noise."""
+    # A reproducible run must not depend on the operating system's randomness.
     return rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
 
 
 def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint, draw: str = "") -> Rng:
     """Return the key of a run's batches; `draw` distinguishes new batches from lost ones."""
+    # Other data, another plan or version must draw other batches than those released.
     data = fingerprint(own.derive("data").words(4).tobytes())
     return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"), draw)
 

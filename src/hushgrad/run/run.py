@@ -79,6 +79,7 @@ class Run:
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._memory, self._execution = memory, execution
         self._params: Params = trainable(model)
+        # A fixed rule returns itself, an adaptive one its first rule.
         self._clip = plan.clip.at(plan.clip.clip_norm)
         self._remembered: dict[str, Any] = {}
         self._output = plan.parts.output.begin(plan.steps, memory.rng)
@@ -169,6 +170,7 @@ class Run:
             ValueError: if `watch` does not match the plan's metrics.
         """
         require_one_process()
+        # All checks come before the first release: a refusal then costs nothing.
         drawn = self._require_drawn(batch)
         require_same_parameters(self._model, self._params)
         check_optimizer(self._optimizer, self._params)
@@ -194,9 +196,11 @@ class Run:
         if penalty is not None and not plan.parts.owns_penalty:
             context.penalty.update(gradient_of(penalty, self._params))
         for name, p in self._params.items():
+            # Estimates are in float64 or float32; the optimizer expects the parameter's dtype.
             grad = estimate[name].to(p.dtype)
             p.grad = grad + context.penalty[name] if name in context.penalty else grad
         output = plan.parts.output
+        # Before the update: the gradient belongs to this iterate.
         self._output = output.before(self._output, context)
         plan.parts.update(self._params, self._optimizer)
         self.steps_taken += 1
@@ -256,6 +260,7 @@ class Run:
             return
         self._require_own_model()
         self._drawn = None
+        # The chosen iterate may be an earlier one, or an average.
         found = self.plan.parts.output.result(self._output)
         if found is not None:
             set_values(self._params, found)
@@ -322,6 +327,7 @@ class Run:
             metrics=plan.metrics,
             observed=lambda part: self._observed(watch, part, step),
             expected=self._clip,
+            # Each record draws its piece, so that it affects the rounding of one sum only.
             pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
             batch_size=plan.largest_batch,
         )

@@ -28,6 +28,7 @@ def require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
     if not wrong:
         _require_same(plan, saved["plan"])
         steps = [saved["run"].get(name) for name in ("step", "taken")]
+        # type(...) is int: a bool passes isinstance and is no number of steps.
         if not all(type(n) is int and 0 <= n <= plan.steps for n in steps):
             wrong = ["run"]
     if wrong:
@@ -38,6 +39,7 @@ def require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
 
 
 def _require_same(plan: Plan, saved: Mapping[str, Any]) -> None:
+    # Through JSON, as the checkpoint's terms went: tuples become lists.
     now = json.loads(json.dumps(plan.terms()))
     changed = [f"{key} {saved.get(key)} → {now[key]}" for key in now if now[key] != saved.get(key)]
     if changed:

@@ -36,6 +36,7 @@ class Snapshot:
         if now.model != self.model:
             names = now.model.keys() | self.model.keys()
             raise _changed({n for n in names if now.model.get(n) != self.model.get(n)})
+        # A subset is allowed, as the user may reset momentum, which reads no record.
         if not now.optimizer.items() <= self.optimizer.items():
             raise Refused(
                 "expected the optimizer's state as the last step of the run left it, got another; "
@@ -60,6 +61,7 @@ def _held_by_model(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, owner in model.named_modules():
         for name, buffer in owner._buffers.items():
+            # Buffers that are not saved are not part of what is released.
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
@@ -67,6 +69,7 @@ def _held_by_model(model: nn.Module) -> dict[str, Tensor]:
 
 def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
+        # Parameters as keys have no names here; they live as long as the run.
         f"{id(owner)} {name}": x
         for owner, state in optimizer.state.items()
         if isinstance(state, dict)

@@ -28,7 +28,7 @@ class StepContext:
     """What an algorithm is given at one step: the drawn batch to ask, and what the plan says.
 
     Guarantees: `release` is the only way to a release, and it refuses whatever the plan does not
-    foresee before any noise is drawn.
+    allow before any noise is drawn.
 
     Args:
         rng: the key of the step's noise.
@@ -94,10 +94,11 @@ class StepContext:
             The sum with its noise, on a public grid.
 
         Raises:
-            Refused: if the plan does not foresee the release: another kind of query, a second one,
+            Refused: if the plan does not allow the release: another kind of query, a second one,
                 another batch, less noise or another kind of it.
         """
         permit, allowed = self.permit, self.permit.allowance(query)
+        # An adaptive algorithm may measure the same sum again with fresh noise.
         bounded = permit.sum_of(query)
         if bounded is None:
             bounded = query.bounded(self.work)
@@ -130,6 +131,7 @@ class StepContext:
     def mean(self, released: Released) -> dict[str, Tensor]:
         """Divide a released sum by the public size of a batch, reusing the memory of the sum."""
         values = released.values
+        # In place: a sum can be as large as the model, and is not needed again.
         return {name: values[name].div_(self.divisor) for name in self.params}
 
 
@@ -218,6 +220,7 @@ def clipped_sum(
 
     Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
     """
+    # The same query as in a run, so that both compute the same sum.
     objective = execution.objective(loss, params, modules)
     work = BatchPass(objective, batch, groups, execution, metrics, observed, clip)
     return ClippedSum(lambda here: [Summand(here, clip)]).bounded(work)

@@ -277,3 +277,42 @@ def test_an_allowed_import_passes(tmp_path: Path, module: str, statement: str) -
     allowed.parent.mkdir(parents=True, exist_ok=True)
     allowed.write_text(statement, encoding="utf-8")
     assert breaches(tmp_path) == []
+
+
+# The attacks of the audit look at the bits of noise itself; nothing private goes through them.
+RELEASES = {"run/step.py", "audit/floating_point.py"}
+
+
+def users_of_release(source: Path) -> set[str]:
+    """The modules outside of `noise/` that name the function which adds noise."""
+    found = set()
+    for path in source.rglob("*.py"):
+        name = path.relative_to(source).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            taken = isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "hushgrad.noise"
+            )
+            if taken and any(alias.name == "release" for alias in node.names):
+                found.add(name)
+            if isinstance(node, ast.Attribute) and node.attr == "release":
+                base = node.value
+                if isinstance(base, ast.Name) and base.id in ("noise", "releasing"):
+                    found.add(name)
+    return {name for name in found if not name.startswith("noise/")}
+
+
+def test_one_function_leads_to_a_release() -> None:
+    assert users_of_release(SOURCE) == RELEASES
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from hushgrad.noise import release",
+        "from hushgrad.noise.releasing import release as add",
+        "from hushgrad import noise\nnoise.release(1)",
+    ],
+)
+def test_a_planted_way_around_it_is_caught(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "algorithms.py").write_text(statement, encoding="utf-8")
+    assert users_of_release(tmp_path) == {"algorithms.py"}

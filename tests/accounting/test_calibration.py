@@ -175,12 +175,12 @@ def test_gdp_cannot_calibrate() -> None:
     ],
 )
 def test_exactly_one_number_is_missing(run: Training, epsilon: float | None, given: str) -> None:
-    with pytest.raises(ValueError, match=f"to be None, {given}; leave out the one to be found"):
+    with pytest.raises(ValueError, match=f"to be None, {given}; leave out only the one"):
         calibrate(run, epsilon=epsilon, delta=DELTA)
 
 
 def test_an_unfinished_run_has_no_event() -> None:
-    with pytest.raises(ValueError, match="got none for batch, steps; find it with calibrate"):
+    with pytest.raises(ValueError, match="got None for batch, steps; find it with calibrate"):
         _ = Training(100, None, 1.0, None).event
 
 

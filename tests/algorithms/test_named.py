@@ -21,7 +21,7 @@ def test_every_name_has_a_plan_that_it_can_take(name: str) -> None:
     plan = classifier(dataset="digits", algorithm=name, epochs=2, noise_multiplier=3.0).plan
     setting = NAMED[name](1024, plan.records)
     assert repr(plan.algorithm) == repr(setting.algorithm)
-    assert (plan.metrics is not None) == setting.algorithm.carries_metrics
+    assert (plan.metrics is not None) == plan.parts.carries_metrics
     assert (plan.relation is Relation.REPLACE_ONE) == (name == "ldp")
     assert plan.epsilon > 0
     assert not plan.parts.output.silent  # a folder is written

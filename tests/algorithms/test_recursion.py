@@ -282,7 +282,7 @@ def test_an_optimizer_that_writes_on_gradients_leaves_the_estimate_alone(monkeyp
             lambda: plan_of(
                 Srm(0.1, first_batch=30), sampling=Shuffled(12), relation=Relation.REPLACE_ONE
             ),
-            "Poisson sampling or batches without",
+            "Poisson sampling or sampling without",
         ),
     ],
 )

@@ -197,8 +197,11 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (PLAN, "expected either --epsilon or --noise-multiplier, got neither"),
     ((*PLAN, "--epsilon", "1", "--noise-multiplier", "1"), "got both; give one of them"),
     ((*PLAN, "--epsilon", "-1"), "expected epsilon > 0 and finite, got -1.0"),
-    ((*PLAN, "--epsilon", "3", "--accountant", "gdp"), "got gdp, which is an approximation"),
-    ((*PLAN, "--noise-multiplier", "3", "--accountant", "gdp"), "which is an approximation"),
+    ((*PLAN, "--epsilon", "3", "--accountant", "gdp"), "got gdp, an approximation"),
+    (
+        (*PLAN, "--noise-multiplier", "3", "--accountant", "gdp"),
+        "got gdp, an approximation",
+    ),
     ((*PLAN, "--epsilon", "3", "--epochs", "0"), "expected epochs above 0, got 0.0"),
     ((*PLAN, "--epsilon", "3", "--batch", "60000"), "got 60000 of 50000"),
 ]
@@ -256,7 +259,7 @@ def test_a_group_costs_more_than_a_record() -> None:
     ("options", "message"),
     [
         (("--group", "0"), "expected size to be a whole number from 1 to 1e+06, got 0"),
-        (("--group", "2", "--accountant", "gdp"), "which is an approximation"),
+        (("--group", "2", "--accountant", "gdp"), "got gdp, an approximation"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(options: tuple[str, ...], message: str) -> None:
@@ -337,7 +340,7 @@ def test_a_plan_under_the_renyi_filter_is_made_at_its_order(tmp_path: Path) -> N
         ),
         (("--epsilon", "4"), "of epsilon, which is what the budget census has left of 3, got"),
         (("--noise-multiplier", "0.3"), "of epsilon, which is what the budget census has left"),
-        (("--accountant", "gdp"), "which is an approximation"),
+        (("--accountant", "gdp"), "got gdp, an approximation"),
         (("--dataset", "other"), "other"),
     ],
 )

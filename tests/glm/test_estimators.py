@@ -142,7 +142,7 @@ def test_what_is_drawn_and_added_is_what_is_accounted(algorithm, records, monkey
     """Every release is seen: its noise, its bound, and how many there are."""
     x, y = table(2500)
     seen, drawn = [], []
-    import hushgrad.glm.descent as module
+    import hushgrad.run.step as module
 
     original, draw = module.release, Poisson.draw
 

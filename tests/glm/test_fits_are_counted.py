@@ -51,7 +51,7 @@ def test_folds_are_charged_to_the_budget_of_the_whole(algorithm: str, tmp_path) 
     assert spent == pytest.approx(4.0, rel=1e-2)
     with pytest.raises(Refused, match="census"):  # the ledger has no room for a fifth
         clone(model).fit(x[:300], y[:300])
-    with pytest.raises(Refused, match="under the name other, got those of census"):
+    with pytest.raises(Refused, match="that only other names, got the data of census"):
         clone(model).set_params(budget=ledger.budget("other")).fit(x, y)
 
 

@@ -28,6 +28,7 @@ from hushgrad.glm.rows import scaled_rows
 from hushgrad.ledger import Ledger
 from hushgrad.noise import standard_normal
 from hushgrad.rng import Rng
+from hushgrad.run import step
 from hushgrad.types import Refused, Relation
 
 PROBLEM = PerturbationProblem(
@@ -106,7 +107,7 @@ def test_both_noises_of_objective_perturbation_are_as_large_as_proved(monkeypatc
     import hushgrad.glm.perturbation as module
 
     seen: dict = {}
-    search, noised = module.minimiser, module.release
+    search, noised = module.minimiser, step.release
 
     def searched(rows, labels, **rest):
         seen.update(rest)
@@ -117,7 +118,7 @@ def test_both_noises_of_objective_perturbation_are_as_large_as_proved(monkeypatc
         return noised(bounded, noise, **rest)
 
     monkeypatch.setattr(module, "minimiser", searched)
-    monkeypatch.setattr(module, "release", released)
+    monkeypatch.setattr(step, "release", released)
     rows, y = records()
     for relation in (Relation.ADD_REMOVE, Relation.REPLACE_ONE):
         problem = replace(PROBLEM, relation=relation)
@@ -302,7 +303,7 @@ def test_a_search_that_fails_is_charged(tmp_path) -> None:
     )
     for spent, perturb in ((1.0, objective_perturbation), (2.0, output_perturbation)):
         problem = replace(PROBLEM, loss=broken)
-        with pytest.raises(Refused, match="expected a minimiser"):
+        with pytest.raises(Refused, match="expected to find a minimiser"):
             perturb(rows, y, problem, rng=Rng.from_os(), budget=ledger.budget("data"))
         assert ledger.budget("data").spent["epsilon"] == pytest.approx(spent)
 

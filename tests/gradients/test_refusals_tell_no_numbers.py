@@ -21,7 +21,10 @@ SOURCE = Path(hushgrad.__file__).parent
 # Modules whose refusals come up where there is a batch; and what would tell its size.
 IN_A_STEP = (
     "gradients",
-    *(f"run/{name}.py" for name in ("training", "drawn", "penalties", "step", "metrics")),
+    *(
+        f"run/{name}.py"
+        for name in ("training", "drawn", "penalties", "step", "query", "permit", "metrics")
+    ),
 )
 TELLS = re.compile(
     r"\bsize\b|\bsizes\b|padded|\.shape\b|largest|len\(|count\(|\bbatch\b|\.batch\b|records\)|"
@@ -31,7 +34,7 @@ ALLOWED = {
     "tuple(p.shape)",  # a parameter's, or that of the optimizer's tensor
     "type(batch).__name__",
     "_described(batch, sizes)",
-    "_described(losses, batch)",
+    "_description_of(losses, batch)",
     "len(missed) - 3",  # of parameters
     "'s' * (losses.dim() != 1)",
     "'as' if len(losses) == batch else 'not as'",  # yes or no

@@ -188,7 +188,8 @@ def test_an_installed_recipe_is_listed_and_trained() -> None:
 
 @pytest.mark.usefixtures("offering")
 def test_an_installed_reproduction_is_listed_and_run(tmp_path: Path) -> None:
-    assert "figure-9         A figure of another package." in run("reproduce", "list")
+    lines = dict(line.split(None, 1) for line in run("reproduce", "list").splitlines())
+    assert lines["figure-9"] == "A figure of another package."
     assert run("reproduce", "figure-9", "--seeds=2", "--out=out") == "out/figure.txt\n"
     assert (tmp_path / "out" / "figure.txt").read_text() == "2 seeds"
 

@@ -12,6 +12,8 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hushgrad.launch.loop import carry_out, start
 from hushgrad.launch.report import VERSIONS, Request, write_beginning, write_end
 from hushgrad.ledger import Budget, Entry, Filter, Ledger, renyi, total
 from hushgrad.ledger.file import File
+from hushgrad.noise import correlated
 from hushgrad.run import checkpoint, resuming
 from hushgrad.types import Refused
 from trial_recipes import good
@@ -39,7 +42,9 @@ PLAN = hg.Plan(
     delta=1e-5,
     accountant=hg.accounting.RDP,  # quicker than PLD
 )
-RULES = [total(), renyi(8.0)]
+TURNS = hg.sampling.CyclicPoisson(0.25, cycle=3)
+CORRELATED = replace(PLAN, sampling=TURNS, noise=correlated(bands=3).fitted(TURNS, num_steps=STEPS))
+WAYS = [(total(), PLAN), (renyi(8.0), PLAN), (total(), CORRELATED)]
 
 
 def records(*, edited: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +55,14 @@ def records(*, edited: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def trained(path: Path, folder: Path, tell: Callable[..., None], *, edited: bool = False) -> None:
+def trained(
+    path: Path,
+    folder: Path,
+    tell: Callable[..., None],
+    *,
+    edited: bool = False,
+    plan: hg.Plan = PLAN,
+) -> None:
     """Train from the start or from the checkpoint, telling the weights after each step."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
@@ -59,7 +71,7 @@ def trained(path: Path, folder: Path, tell: Callable[..., None], *, edited: bool
         model,
         optimizer,
         records(edited=edited),
-        plan=PLAN,
+        plan=plan,
         rng=hg.Rng.from_os(),
         budget=Ledger(path).budget("census"),
         folder=folder,
@@ -98,7 +110,7 @@ def plan_cost(budget: Budget) -> tuple[float, ...]:
     return budget.account.charges[0].cost
 
 
-def kill_at_random(folder: Path, rule: Filter, kills: int) -> None:
+def kill_at_random(folder: Path, rule: Filter, plan: hg.Plan, kills: int) -> None:
     path, chance = folder / "ledger.sqlite", random.Random(kills)
     Ledger(path).set_budget("census", epsilon=1e4, delta=0.5, rule=rule)
     weights: dict[int, str] = {}
@@ -107,7 +119,8 @@ def kill_at_random(folder: Path, rule: Filter, kills: int) -> None:
         own = folder / str(number)
         resumed += (own / "checkpoint.safetensors").exists()
         after, pause = chance.randrange(40), chance.uniform(0, 0.02)
-        told = killed(lambda tell, own=own: trained(path, own, tell), after=after, pause=pause)
+        work = partial(trained, path, own, plan=plan)
+        told = killed(lambda tell, work=work: work(tell), after=after, pause=pause)
         for step, digest in told:
             assert weights.setdefault(step, digest) == digest, f"step {step} came out otherwise"
         budget = Ledger(path).budget("census")
@@ -127,15 +140,15 @@ def kill_at_random(folder: Path, rule: Filter, kills: int) -> None:
     assert finished >= kills // 20
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_few_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
-    kill_at_random(tmp_path, rule, 5)
+@pytest.mark.parametrize(("rule", "plan"), WAYS, ids=["total", "renyi", "correlated"])
+def test_a_few_kills_of_training_each_way(tmp_path: Path, rule: Filter, plan: hg.Plan) -> None:
+    kill_at_random(tmp_path, rule, plan, 5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_hundred_kills_of_training_each_way(tmp_path: Path, rule: Filter) -> None:
-    kill_at_random(tmp_path, rule, 100)
+@pytest.mark.parametrize(("rule", "plan"), WAYS, ids=["total", "renyi", "correlated"])
+def test_a_hundred_kills_of_training_each_way(tmp_path: Path, rule: Filter, plan: hg.Plan) -> None:
+    kill_at_random(tmp_path, rule, plan, 100)
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(tmp_path: Path, monkeypa
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Refused, match="no space left on device; see that its folder is there"):
+    with pytest.raises(Refused, match="no space left on device; make sure that its folder"):
         checkpoint.write(path, {"n": 2})
     assert checkpoint.read(path) == {"n": 1}
     assert list(tmp_path.iterdir()) == [path]
@@ -202,5 +202,5 @@ def test_a_file_is_written_whole_or_not_at_all(call: str, tmp_path: Path, monkey
 
 
 def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"No such file or directory; see that its folder is there"):
+    with pytest.raises(Refused, match=r"No such file or directory; make sure that its folder"):
         write_text(tmp_path / "gone" / "f", "x")

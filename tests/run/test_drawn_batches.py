@@ -22,7 +22,7 @@ def test_a_second_batch_in_a_row_without_a_step_is_refused() -> None:
         next(batches)
         case.run.step(case.loss, next(batches))
     next(batches), next(batches)
-    with pytest.raises(Refused, match=r"two in a row without it; call run\.step"):
+    with pytest.raises(Refused, match=r"got 2 without it; call run\.step"):
         next(batches)
 
 

@@ -54,7 +54,7 @@ def test_an_average_is_that_of_the_values() -> None:
 def test_noise_has_the_scale_that_is_stated(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # The sums are tested below; here they are the same each time, to be quick.
     total = torch.full((k,), 5 * 2**20)
-    monkeypatch.setattr("hushgrad.run.evaluation._total", lambda *_: (total, 0.0))
+    monkeypatch.setattr("hushgrad.run.evaluation.RecordValueSums._sums", (total, 0.0))
     sigma, records = 2.0, 500
     functions = {str(n): itself for n in range(k)}
     sample, error = [], 0.0

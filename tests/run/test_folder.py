@@ -151,7 +151,7 @@ def test_a_folder_that_was_removed_meanwhile_is_not_begun_in(
 def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(Refused, match="Not a directory; see that its folder is there"):
+        with pytest.raises(Refused, match="Not a directory; make sure that its folder exists"):
             train(folder)
     with pytest.raises(Refused, match="Not a directory"):
         train(Path("/dev/null/run"))
@@ -212,7 +212,7 @@ def test_a_key_whose_kind_was_edited_is_refused(tmp_path: Path, with_budget: boo
         "",
     ):
         key.write_text(other, encoding="ascii")
-        with pytest.raises(ValueError, match="something else or one that was changed; remove the"):
+        with pytest.raises(ValueError, match="another file or an edited key; remove the"):
             train(tmp_path / "run", resume=True, **options)
     key.write_text(text, encoding="ascii")
     train(tmp_path / "run", resume=True, **options)

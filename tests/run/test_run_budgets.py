@@ -66,7 +66,7 @@ def test_a_run_is_not_resumed_on_data_that_have_a_budget_of_their_own(tmp_path: 
     shifted, options = (x + 1, y), {"budget": budget, "resume": True}
     Trainer(tmp_path / "one", small_plan(), Rng.from_os(), budget=others, records=shifted)
     Trainer(tmp_path / "two", small_plan(), Rng.from_os(), budget=budget).go(until=4, save_at=4)
-    with pytest.raises(Refused, match="those of others"):
+    with pytest.raises(Refused, match="the data of others"):
         Trainer(tmp_path / "two", small_plan(), Rng.from_os(), records=shifted, **options)
     Trainer(tmp_path / "two", small_plan(), Rng.from_os(), **options).go()
 

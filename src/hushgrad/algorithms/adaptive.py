@@ -18,7 +18,7 @@ from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.gradients import restored, unwrap_constants
 from hushgrad.iterates import Values, copy_values, exchange_values, norm
 from hushgrad.noise import Noise, gaussian, laplace
-from hushgrad.run.permit import Allowance, StepMechanism, ZcdpLimit
+from hushgrad.run.permit import Allowance, ZcdpLimit
 from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand, answerable
 from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
@@ -104,7 +104,7 @@ class Agd:
         """Every step sees every record; the noise of its releases is chosen as it goes."""
         # Noise 1: the algorithm chooses a multiple of it and pays for that.
         objectives = Allowance(Objectives, laplace(1.0))
-        return StepPlan(conditions.sampling, mechanism=_FREE, extra=(objectives,))
+        return StepPlan(conditions.sampling, extra=(objectives,))
 
     def limit(self, noise_multiplier: float, conditions: Conditions) -> ZcdpLimit:
         """Return ρ of the run, however many steps it takes."""
@@ -195,7 +195,6 @@ class Objectives:
 
 
 _SCORES = "scores"
-_FREE = StepMechanism(lambda noise_multiplier: gaussian(1.0))  # the algorithm chooses multiples
 _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 

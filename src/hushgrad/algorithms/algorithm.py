@@ -203,7 +203,7 @@ class AlgorithmParts:
 
     def _check_correlated(self, stage: StepPlan, noise: NoiseKind) -> None:
         # The event of a correlated run assumes one sum with one bound at each step.
-        alike = self.stage is _USUAL["stage"] and self.one_bound
+        alike = self.stage is _USUAL["stage"] and self.limit is _USUAL["limit"] and self.one_bound
         if not alike or stage.query is not ClippedSum or self.output.direct:
             raise Refused(
                 f"expected steps that are all alike with {noise.name} noise, and an output that "

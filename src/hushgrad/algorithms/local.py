@@ -29,7 +29,7 @@ from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.events import PureDpEvent
 from hushgrad.gradients import Gradients, require_factors
 from hushgrad.gradients.factors import Dense, Factors, in_turn
-from hushgrad.noise import Noise, gaussian, release, standard_normal
+from hushgrad.noise import Noise, gaussian, standard_normal
 from hushgrad.rng import Rng
 from hushgrad.run.permit import StepMechanism
 from hushgrad.run.query import BatchPass, Part, answerable
@@ -282,13 +282,12 @@ def pure_noise(noise_multiplier: float) -> Noise:
 
 def pure_reports(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:
     """Return pure reports, with draws that depend on the step and on the bits of these rows."""
-    scale = noise.scale(bounded)
-    if scale == 0:
-        return release(bounded, noise, rng=rng, step=step)
-    rows, bound, epsilon = bounded.sum[_REPORTS], bounded.l2, bounded.l2 / scale
+    rows, bound, scale = bounded.sum[_REPORTS], bounded.l2, noise.scale(bounded)
+    epsilon = bound / scale if scale else math.inf
     # Other rows get other draws, also with the same key and step.
     digest = hashlib.blake2b(rows.numpy().tobytes(), digest_size=32).digest()
     labels = (step, f"pure {epsilon.hex()} {bound.hex()} {tuple(rows.shape)}", digest)
-    reports = hemisphere(rows, epsilon, bound=bound, rng=rng.derive("pure", *labels))
+    if scale:
+        rows = hemisphere(rows, epsilon, bound=bound, rng=rng.derive("pure", *labels))
     tag = rng.tag("release", *labels)[:16]
-    return Released({_REPORTS: reports}, noise.event, bound, tag)
+    return Released({_REPORTS: rows}, noise.event, bound, tag)

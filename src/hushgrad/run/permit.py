@@ -207,7 +207,7 @@ class Permit:
                 "expected a query to the batch that was drawn for the step, got another batch; "
                 "ask context.release, which holds the drawn one"
             )
-        _require_noise(noise, allowed, bounded, chosen=self.limit is not None)
+        _require_noise(noise, allowed, bounded, multiples=self.limit is not None)
         if self.limit is not None:
             return self._pay(query, noise)
         # Each row of reports is one record's answer.
@@ -250,7 +250,7 @@ class Permit:
             )
 
 
-def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, chosen: bool) -> None:
+def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, multiples: bool) -> None:
     """Refuse noise of another kind, or less of it than the plan accounts for."""
     kind = allowed.noise
     if noise.name != kind.name or noise.pair is not kind.pair:
@@ -259,7 +259,7 @@ def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, chosen
             "noise to the plan"
         )
     # With a limit the algorithm chooses a multiple of noise 1, and pays for what it chooses.
-    times = noise.noise_multiplier if chosen else 1.0
+    times = noise.noise_multiplier if multiples else 1.0
     least, scale = times * kind.scale(bounded), noise.scale(bounded)
     if not scale >= least:  # nan is not
         raise Refused(

@@ -156,13 +156,16 @@ class Plan:
             buffer: the noise of earlier releases, kept so that it need not be drawn again.
         """
         # An output rule that chooses by a release pays for it in its event.
-        choice = self.parts.output.choice
-        allowances = self.stage(step).allowances(self.noise_multiplier, self.noise)
+        choice, stage = self.parts.output.choice, self.stage(step)
+        limit = self.parts.limit(self.noise_multiplier, self.conditions)
+        # With a limit the algorithm chooses multiples of noise 1, and pays for each.
+        sigma = self.noise_multiplier if limit is None else 1 / stage.noise
+        allowances = stage.allowances(sigma, self.noise)
         return Permit(
             step,
             allowances if choice is None else (*allowances, choice),
             batch,
-            self.parts.limit(self.noise_multiplier, self.conditions),
+            limit,
             spent,
             past,
             buffer,

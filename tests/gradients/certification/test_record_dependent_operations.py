@@ -15,7 +15,6 @@ import hushgrad as hg
 from hushgrad import Refused
 from hushgrad.diagnosis import doctor
 from hushgrad.gradients import auto, compiled, dense, loop, per_sample, traced
-from hushgrad.gradients.objective import Objective
 
 N, LONGEST = 12, 6
 
@@ -118,6 +117,12 @@ def routed(model: Experts, to: list[int]) -> tuple[Tensor, Tensor]:
     return picked, torch.arange(len(picked)) % 2
 
 
+def taken(execution: hg.Execution, loss: Any, model: nn.Module, batch: Any) -> Any:
+    """The gradients of a whole model's parameters, as a step takes them."""
+    objective = execution.objective(loss, dict(model.named_parameters()), (model,))
+    return execution.taker(objective, batch)()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_experts_without_records_are_named_by_a_pattern(seed: int) -> None:
     torch.manual_seed(seed)
@@ -127,9 +132,7 @@ def test_experts_without_records_are_named_by_a_pattern(seed: int) -> None:
     reached = sorted(set(model.gate(torch.randn(4000, 3)).argmax(1).tolist()))
     for to in (reached, reached[:1], reached[1:]):
         batch = routed(model, to)
-        gradients = execution.gradients(
-            execution.objective(loss_of(model), params, (model,)), batch
-        )
+        gradients = taken(execution, loss_of(model), model, batch)
         norms = gradients.sq_norms()
         used = [k for k in range(4) if bool(norms[f"experts.{k}.weight"].any())]
         assert used == to
@@ -138,10 +141,10 @@ def test_experts_without_records_are_named_by_a_pattern(seed: int) -> None:
 
 def test_an_expert_on_no_path_is_refused_with_what_train_can_do() -> None:
     model = Experts()
-    params, batch = dict(model.named_parameters()), (torch.ones(8, 3), torch.zeros(8).long())
+    batch = (torch.ones(8, 3), torch.zeros(8).long())
     message = r"experts\.\d\.weight is trainable but on no path.*hg\.Execution\(idle=\(…,\)\)"
     with pytest.raises(Refused, match=message):
-        hg.Execution().gradients(Objective(loss_of(model), params, (model,)), batch)
+        taken(hg.Execution(), loss_of(model), model, batch)
 
 
 def test_a_private_run_on_experts() -> None:
@@ -163,15 +166,12 @@ def test_a_private_run_on_experts() -> None:
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_what_nothing_reaches_gets_zero(scale: float) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(2, 2)})
-    params = dict(model.named_parameters())
     batch = (torch.randn(8, 3), torch.zeros(8).long())
     execution = hg.Execution(idle=("spare.*",), loss_scale=scale)
-    gradients = execution.gradients(
-        execution.objective(loss_of(model["used"]), params, (model,)), batch
-    )
+    gradients = taken(execution, loss_of(model["used"]), model, batch)
     assert not gradients.sq_norms()["spare.weight"].any()
     with pytest.raises(ValueError, match=r"for every pattern of idle, got none for 'spares\.\*'"):
-        hg.Execution(idle=("spares.*",)).gradients(loss_of(model["used"]), params, batch)
+        taken(hg.Execution(idle=("spares.*",)), loss_of(model["used"]), model, batch)
     with pytest.raises(ValueError, match="a tuple of patterns"):
         hg.Execution(idle="spare.*")
 

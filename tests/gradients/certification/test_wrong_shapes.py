@@ -65,5 +65,5 @@ def test_a_batch_without_records_in_front_is_refused(batch: Any, message: str) -
 def test_an_array_in_the_batch_is_refused() -> None:
     layer = nn.Linear(3, 1)
     batch = {"x": torch.randn(8, 3), "y": np.zeros(8)}
-    with pytest.raises(Refused, match=r"NumPy array in the batch.*torch\.from_numpy"):
+    with pytest.raises(Refused, match=r"NumPy array in it.*torch\.from_numpy"):
         per_sample(lambda b: layer(b["x"])[:, 0], private(layer), batch)

@@ -129,7 +129,7 @@ def test_a_lambda_made_anew_compiles_once_and_a_changed_number_is_not_missed(
     def norms(scale: float) -> dict[str, Tensor]:
         torch.manual_seed(0)  # for places that records may draw
         loss = lambda x: scale * model(x).square().sum(1)  # noqa: E731
-        return execution.gradients(execution.objective(loss, params, (model,)), batch).sq_norms()
+        return execution.taker(execution.objective(loss, params, (model,)), batch)().sq_norms()
 
     first = norms(1.0)
     for _ in range(3):
@@ -153,11 +153,11 @@ def test_batches_of_many_sizes_need_few_programs(replayed: list[int]) -> None:
 
 def test_a_record_keeps_its_bits_beside_other_records(monkeypatch: pytest.MonkeyPatch) -> None:
     # Records draw places modulo the period of the kernels: here their own, whatever the batch.
-    arranged = slots.arranged
+    arrange = slots.arrange
     monkeypatch.setattr(
         slots,
-        "arranged",
-        lambda drawn, m, period: arranged(TURNS[: len(drawn)] % period, m, period),
+        "arrange",
+        lambda drawn, m, period: arrange(TURNS[: len(drawn)] % period, m, period),
     )
     model, everyone = mlp(5, 7, 3), torch.randn(64, 5)
     loss, params = loss_of(model), private(model)
@@ -271,9 +271,8 @@ def test_a_program_that_goes_wrong_later_gives_way(
 ) -> None:
     model, batch = mlp(5, 7, 3), torch.randn(8, 5)
     loss, params, execution = loss_of(model), private(model), hg.Execution(compile=True)
-    assert (
-        execution.gradients(execution.objective(loss, params, (model,)), batch).form == "compiled"
-    )
+    take = execution.taker(execution.objective(loss, params, (model,)), batch)
+    assert take().form == "compiled"
     run = MODULE._Program.run
 
     def off(self: Any, inputs: Any, current: Any) -> tuple[Tensor, Gradients]:
@@ -282,10 +281,7 @@ def test_a_program_that_goes_wrong_later_gives_way(
 
     monkeypatch.setattr(MODULE._Program, "run", off)
     with caplog.at_level(logging.WARNING, "hushgrad"):
-        forms = [
-            execution.gradients(execution.objective(loss, params, (model,)), batch).form
-            for _ in range(4)
-        ]
+        forms = [take().form for _ in range(4)]
     assert forms[-1] == "traced"
     (line,) = lines(caplog)
     assert line.startswith("not compiled from here on: of the compiled program the gradient of")

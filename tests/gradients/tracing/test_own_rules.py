@@ -202,7 +202,7 @@ def test_an_operation_that_draws_is_refused(draw: Any) -> None:
 
 
 def test_the_program_on_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "per-sample-gradients.md"
+    page = Path(__file__).parents[3] / "docs" / "per-sample-gradients.md"
     programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     (program,) = [found for found in programs if "gradients.rule" in found]
     exec(compile(program, str(page), "exec"), {"__name__": "__main__"})

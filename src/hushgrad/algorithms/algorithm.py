@@ -366,11 +366,11 @@ def require_full(conditions: Conditions, name: str) -> None:
 
 
 def refuse_direct(output: Output) -> None:
-    """Refuse an output rule that reads one step's sum, where an estimate contains several."""
+    """Refuse an output rule that reads one step's sum, where estimates combine several releases."""
     if output.direct:
         raise Refused(
-            f"expected an output rule that needs no single step's sum, got {output}, where an "
-            "estimate contains several steps' sums; use last, average() or uniform()"
+            f"expected an output rule that does not read a step's sum, got {output}, where estimates "
+            "combine several releases; use last, average() or uniform()"
         )
 
 

@@ -226,15 +226,17 @@ _USUAL: dict[str, Any] = {
 
 
 class Schedule:
-    """What each step of a run may release, and the event of the run, composed by the library.
+    """What each of a run's `steps` steps may release, and the event of the run, composed by the
+    library.
 
     An algorithm states no event. The event follows from what its steps are allowed to release, and
     `StepContext.release` enforces that.
 
-    Args:
-        parts: the algorithm's parts.
-        conditions: what the plan says.
-        steps: T, the number of steps.
+    Example:
+        >>> from hushgrad.run.plan import plan
+        >>> p = plan(records=1000, batch=100, epochs=1, delta=1e-5, noise_multiplier=1.0)
+        >>> p.schedule.counts(10) == [(p.stage(0), 10)]
+        True
     """
 
     def __init__(self, parts: AlgorithmParts, conditions: Conditions, steps: int) -> None:
@@ -366,11 +368,11 @@ def require_full(conditions: Conditions, name: str) -> None:
 
 
 def refuse_direct(output: Output) -> None:
-    """Refuse an output rule that reads one step's sum, where estimates combine several releases."""
+    """Refuse an output rule that reads one step's sum, where estimates combine several."""
     if output.direct:
         raise Refused(
-            f"expected an output rule that does not read a step's sum, got {output}, where estimates "
-            "combine several releases; use last, average() or uniform()"
+            f"expected an output rule that does not read a step's sum, got {output}, where "
+            "estimates combine several releases; use last, average() or uniform()"
         )
 
 

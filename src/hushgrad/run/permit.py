@@ -137,6 +137,12 @@ class Permit:
         past: the tags of earlier releases, on which correlated noise depends.
         buffer: the noise of earlier releases, kept so that it need not be drawn again.
         releases: what the step has released so far.
+
+    Example:
+        >>> from hushgrad.run.plan import plan
+        >>> p = plan(records=1000, batch=100, epochs=1, delta=1e-5, noise_multiplier=1.0)
+        >>> p.permit(0, batch=()).allowances[0].noise
+        gaussian(1.0)
     """
 
     step: int

@@ -103,7 +103,13 @@ class Summand:
     Raises:
         Refused: if `clip` is not a clipping rule.
 
-    Example: `Summand(here, hg.automatic())`, see `ClippedSum`.
+    Example:
+        >>> from hushgrad.clipping import abadi
+        >>> from hushgrad.gradients import per_sample
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> found = per_sample(lambda x: x @ weight, {"weight": weight}, torch.ones(3, 2))
+        >>> Summand(found, abadi(0.5), factor=2.0).clip
+        abadi(clip_norm=0.5)
     """
 
     gradients: PerSample
@@ -121,13 +127,20 @@ class Summand:
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch: some records of one piece of a batch.
+    """A micro-batch: some records of one piece of a batch; `BatchPass.parts` makes them.
 
     Args:
         objective: the loss, with its parameters and modules.
         batch: the records.
         gradients: computes the per-sample gradients at the current iterate.
         share: the share of the piece that these records are.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> objective = Execution().objective(lambda x: x @ weight, {"weight": weight})
+        >>> part = next(BatchPass(objective, torch.ones(3, 2)).parts())
+        >>> part.gradients().batch
+        3
     """
 
     objective: Objective
@@ -166,6 +179,13 @@ class BatchPass:
             float64 where it is too large for float32.
         batch_size: the public expected size of the batches, for which the model is certified once;
             without it each larger batch is tested.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> objective = Execution().objective(lambda x: x @ weight, {"weight": weight})
+        >>> work = BatchPass(objective, torch.ones(5, 2), execution=Execution(micro_batch=2))
+        >>> [part.share for part in work.parts()]
+        [0.4, 0.4, 0.2]
     """
 
     objective: Objective

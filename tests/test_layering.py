@@ -45,6 +45,7 @@ RANKS = (
     ),
     ("run.guarantee", "run.odometer", "run.penalties", "run.randomness", "run.snapshot"),
     ("run.resuming", "run.evaluation"),
+    ("run.run",),
     ("run.training", "run"),
     # those who use it
     ("glm", "audit", "diagnosis", "testing"),

@@ -56,10 +56,10 @@ def test_every_name_is_documented(name: str) -> None:
 
 
 # Rooms whose public names teach: a docstring with arguments, an example that runs, a plain start.
-TEACHING_ROOMS = ("accounting", "clipping", "data", "glm", "ledger", "sampling")
-# Names of the package that come from rooms still to be gone through, and the files to download.
-STILL_TO_COME = {"Execution", "Metrics", "Plan", "Run", "clipped_sum", "difference", "per_sample"}
-STILL_TO_COME |= {"plan", "train"}
+TEACHING_ROOMS = (
+    *("accounting", "algorithms", "clipping", "data", "glm"),
+    *("gradients", "ledger", "noise", "sampling"),
+)
 
 
 def public_callables() -> dict[str, object]:
@@ -68,8 +68,7 @@ def public_callables() -> dict[str, object]:
     for room in TEACHING_ROOMS:
         module = importlib.import_module(f"hushgrad.{room}")
         found |= {f"{room}.{name}": getattr(module, name) for name in module.__all__}
-    usable = {n: x for n, x in found.items() if inspect.isclass(x) or inspect.isroutine(x)}
-    return {n: x for n, x in usable.items() if n not in STILL_TO_COME}
+    return {n: x for n, x in found.items() if inspect.isclass(x) or inspect.isroutine(x)}
 
 
 def parameters_of(value: object) -> list[str]:

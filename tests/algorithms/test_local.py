@@ -89,7 +89,7 @@ def test_local_plans_that_are_not_local_are_refused() -> None:
         plan_of(LocalGd(), relation=Relation.REPLACE_ONE)
     with pytest.raises(Refused, match="no metrics"):
         plan_of(LocalGd(), **LOCAL, metrics=Metrics())
-    with pytest.raises(Refused, match="recursive estimates"):
+    with pytest.raises(Refused, match="does not read a step's sum"):
         plan_of(LocalGd(output=smallest()), **LOCAL)
 
 

@@ -277,7 +277,7 @@ def test_an_optimizer_that_writes_on_gradients_leaves_the_estimate_alone(monkeyp
         (lambda: PerDistance(-1.0), "smoothness > 0"),
         (lambda: SpiderBoost(0, abadi(1.0)), "period >= 1"),
         (lambda: plan_of(Srm(0.1, first_batch=61)), "between 1 and 60"),
-        (lambda: plan_of(Srm(0.1, output=smallest())), "recursive estimates"),
+        (lambda: plan_of(Srm(0.1, output=smallest())), "does not read a step's sum"),
         (
             lambda: plan_of(
                 Srm(0.1, first_batch=30), sampling=Shuffled(12), relation=Relation.REPLACE_ONE

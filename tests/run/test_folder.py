@@ -298,7 +298,7 @@ def test_a_checkpoint_that_cannot_be_so_is_refused(
     place = state["run"] if name == "run" else state
     place.update(change)
     checkpoint.write(path, state)
-    with pytest.raises(Refused, match=f"got one in which {name} cannot be so"):
+    with pytest.raises(Refused, match=f"got one with invalid {name}"):
         train(tmp_path / "run", resume=True)
 
 
@@ -307,7 +307,7 @@ def test_another_model_is_refused_before_the_run_is_taken_over(tmp_path: Path) -
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     data = (torch.ones(40, 4),)
-    with pytest.raises(Refused, match="expected the model, the optimizer and what else is kept"):
+    with pytest.raises(Refused, match="expected the same kind of model"):
         hg.train(
             net,
             optimizer,

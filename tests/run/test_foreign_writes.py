@@ -21,7 +21,7 @@ def test_plain_steps_in_place_of_private_ones_are_refused_and_nothing_is_guarant
     with pytest.raises(Refused, match=r"other values of one\.bias, one\.weight, two\.bias and 1"):
         next(batches)
     for ask in (lambda: case.run.guarantee, case.run.finish):
-        with pytest.raises(Refused, match=r"let run\.step alone"):
+        with pytest.raises(Refused, match=r"let only run\.step take steps"):
             ask()
 
 

@@ -121,9 +121,9 @@ PLANTED = {
     another_kind: "expected gaussian noise",
     two_releases: "at most 1 release at step",
     another_batch: "the batch that was drawn for the step",
-    a_query_of_its_own: "works out its own bound, got Optimistic",
+    a_query_of_its_own: "computes its own bound, got Optimistic",
     a_rule_of_its_own: "expected a clipping rule, got a Lenient",
-    nothing_released: "expected the step's estimate from a release",
+    nothing_released: "expected an estimate made from context.release",
 }
 
 

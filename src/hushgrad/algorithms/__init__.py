@@ -1,4 +1,4 @@
-"""Algorithms: each a value that says what is sampled, what is summed and what is given out.
+"""Algorithms: each a value that says what is sampled, what is summed and which iterate is returned.
 
 `hg.plan(…, algorithm=Srm(…))` plans a run of it; the loop over the run stays the same.
 """

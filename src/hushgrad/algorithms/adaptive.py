@@ -23,27 +23,57 @@ from hushgrad.run.query import BatchPass, ClippedSum, Part, Summand, answerable
 from hushgrad.run.step import StepContext, gradient_of
 from hushgrad.types import Bounded, Params, Refused, Relation, Released
 
-_MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that a record keeps its bits
-_EPSILON_OF_ROUNDING = 1e-9  # of ρ: so many splits fit, however they are rounded
+_MULTIPLE = 4 * MULTIPLE  # the most that any model is padded to, so that losses are bit-identical
+_EPSILON_OF_ROUNDING = 1e-9  # of ρ: all splits fit, however they are rounded
 
 
 @dataclass(frozen=True)
 class Agd:
-    """DP-AGD: a budget ρ of zero-concentrated DP, spent as the descent goes.
+    """DP-AGD: gradient descent that spends a budget ρ of zero-concentrated DP as it goes.
 
-    A step releases the sum of clipped gradients at a cost of ρ_g, and chooses one of `choices`
-    lengths for a step along it, 0 among them, by a noisy minimum of the objective (losses clamped
-    to 0 up to `largest_loss`) at a cost of ρ_c. If 0 is chosen, the gradient is measured again for
-    `gamma` ρ_g more, averaged with what is known, and the length chosen anew. Every ten steps the
-    longest one becomes 1.1 times the longest that was taken. When the next cost does not fit into
-    what is left, the run is over, so `steps` of the plan is a limit.
+    A step releases the sum of clipped gradients at a cost of ρ_g, and chooses one of `choices` step
+    lengths, including 0, by a noisy minimum of the objective, at a cost of ρ_c. If 0 is chosen, the
+    gradient is measured again for `gamma` · ρ_g more, averaged with the earlier measurements, and
+    the length is chosen again. Every ten steps the longest length becomes 1.1 times the longest
+    that was chosen. The run ends when the next cost does not fit into the rest of ρ, so `steps` of
+    the plan is an upper limit.
 
-    ρ is that of one release of the plan's σ on all records, 1/(2σ²), or 4 times that where a record
-    is replaced; a first step costs ρ/`splits`, one half for each of its two parts, as the original
-    leaves open. Costs are chosen after seeing releases: the sum of ρ is a filter that allows it.
-    A noisy minimum by the noise of `choosing` is ε-DP, and so ε²/2-zCDP. The event is ρ-zCDP,
-    which the rdp and zcdp accountants cover. The optimizer is to be SGD at rate 1. A step that is
-    released again without its key is charged all of ρ.
+    Guarantees: the run is ρ-zCDP, with the ρ of one release of the plan's σ on all records,
+    1/(2σ²), or 4 times that where a record is replaced. Costs are chosen after seeing releases; the
+    limit on their sum is a filter that allows it. A noisy minimum by the noise of `choosing` is
+    ε-DP, and so ε²/2-zCDP.
+
+    Use the rdp or zcdp accountant, full batches, and SGD at rate 1. A step that is released again
+    without its key is charged all of ρ.
+
+    Args:
+        largest_loss: losses are clamped from 0 to this number.
+        longest_step: the longest step length at first.
+        splits: a first step costs ρ/splits, half for each of its two parts; the original leaves
+            this number open.
+        choices: how many step lengths there are.
+        gamma: the cost of measuring again, relative to what is spent on the gradient.
+        output: which iterate the run returns.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> from hushgrad import plan
+        >>> from hushgrad.accounting import RDP
+        >>> from hushgrad.sampling import FullBatch
+        >>> p = plan(
+        ...     records=100,
+        ...     batch=100,
+        ...     epochs=20,
+        ...     delta=1e-3,
+        ...     noise_multiplier=1.0,
+        ...     sampling=FullBatch(),
+        ...     accountant=RDP,
+        ...     algorithm=Agd(largest_loss=5.0),
+        ... )
+        >>> p.algorithm.limit(p.noise_multiplier, p.conditions).rho
+        0.5
 
     Reference: Lee and Kifer 2018, Concentrated Differentially Private Gradient Descent with
     Adaptive per-Iteration Privacy Budget, Algorithm 2.
@@ -63,38 +93,42 @@ class Agd:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}")
-        if self.splits < 2 or self.choices < 2:  # of one split nothing would be left
+        # One choice would be the length 0 alone, and of one split nothing would be left.
+        if self.splits < 2 or self.choices < 2:
             raise ValueError(
                 f"expected splits >= 2 and choices >= 2, got {self.splits} and {self.choices}; 60 "
                 "and 20 are usual"
             )
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
-        """Every step sees every record; how much noise its releases get is chosen as it goes."""
+        """Every step sees every record; the noise of its releases is chosen as it goes."""
+        # Noise 1: the algorithm chooses a multiple of it and pays for that.
         objectives = Allowance(Objectives, laplace(1.0))
         return StepPlan(conditions.sampling, extra=(objectives,))
 
     def limit(self, noise_multiplier: float, conditions: Conditions) -> ZcdpLimit:
-        """ρ of the run, however many steps it lasts for."""
+        """Return ρ of the run, however many steps it takes."""
         return ZcdpLimit(rho_of(noise_multiplier, conditions.relation), conditions.relation)
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse sampled batches, which zCDP does not gain from."""
+        """Refuse sampled batches, which zCDP does not benefit from."""
         require_full(conditions, "DP-AGD")
         refuse_direct(self.output)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
-        """Measure, choose, and measure again until a step is chosen or nothing is left."""
+        """Measure and choose, and measure again until a step is chosen or the limit is spent."""
         share = _share(context, self.splits)
         if not state:
             state = {"gradient": share, "chosen": [], "longest": self.longest_step, "over": False}
         cost, known, penalty = state["gradient"], 0.0, context.regulariser
+        # A pure ε-DP choice costs ε²/2 of ρ.
         choice = choosing(math.sqrt(2 * share))
         gradient = ClippedSum(lambda here: [Summand(here, context.clip)])
         decay = gradient_of(penalty, context.params) if penalty else {}
         total: dict[str, Tensor] = {}
         while True:
             measure = _noise_for(cost, context.relation)
+            # Both parts are asked for at once: a gradient without a choice would be wasted.
             if not context.affords(measure.event, chosen(choice.noise_multiplier)):
                 break
             fresh = context.release(gradient, noise=measure).values
@@ -109,7 +143,9 @@ class Agd:
             if length:
                 moved = {n: x * (length / size) for n, x in mean.items()}
                 return moved, self._later(state, known, length)
+            # Length 0 was best: the gradient is too noisy, so measure more finely.
             cost = self.gamma * known
+        # The limit is spent: the iterate stays where it is.
         still = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in context.params.items()}
         return still, state | {"gradient": known or cost, "over": True}
 
@@ -124,10 +160,10 @@ class Agd:
 @answerable
 @dataclass(frozen=True)
 class Objectives:
-    """The objective's sum over records at several ends of a step, of losses clamped from 0 up.
+    """The objective's sums over records at several ends of a step, with losses clamped from 0 up.
 
-    One record moves each score by at most `largest_loss`, also where it is replaced. That is a
-    bound on each, and not on all of them together: only the place of the least may be used.
+    Guarantees: one record moves each score by at most `largest_loss`, also where it is replaced.
+    This bounds each score, not all of them together: only the index of the least may be used.
     """
 
     context: StepContext
@@ -136,7 +172,7 @@ class Objectives:
     of_each_record: ClassVar[bool] = False
 
     def bounded(self, work: BatchPass | None) -> Bounded:
-        """A score for each end, penalty included."""
+        """Return a score for each end, penalty included."""
         assert work is not None, "objectives are sums over a batch"
         context, penalty = self.context, self.context.regulariser
         found = torch.zeros(len(self.ends), dtype=torch.float64)
@@ -147,6 +183,7 @@ class Objectives:
                     found[k] += _losses(part).clamp(0, self.largest_loss).sum().cpu()
                 if penalty is not None:
                     found[k] += context.divisor * float(penalty())
+        # A penalty can be huge or NaN at a far end of a step.
         farthest = FARTHEST * self.largest_loss
         scores = found.nan_to_num(nan=farthest).clamp(-farthest, farthest)
         most = self.largest_loss * (1 + SUM_SLACK)
@@ -162,18 +199,18 @@ _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 
 def _place_of_least(scores: Released) -> int:
-    """The only thing that may be used of them."""
+    """Return the index of the least score, the only thing that may be used of them."""
     return int(scores.values[_SCORES].argmin())
 
 
 def rho_of(noise_multiplier: float, relation: Relation) -> float:
-    """ρ of one Gaussian release of noise ÷ bound on one record, (Δ/σ)²/2; without noise ∞."""
+    """Return ρ of one Gaussian release, (Δ/σ)²/2; infinite without noise."""
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
     return (double / noise_multiplier) ** 2 / 2 if noise_multiplier > 0 else math.inf
 
 
 def _share(context: StepContext, splits: int) -> float:
-    """ρ of one half of a first step's releases."""
+    """Return ρ of one half of a first step's releases."""
     limit = context.permit.limit
     assert limit is not None
     if limit.rho == math.inf:
@@ -182,13 +219,14 @@ def _share(context: StepContext, splits: int) -> float:
 
 
 def _noise_for(rho: float, relation: Relation) -> Noise:
-    """Gaussian noise with which a release costs ρ."""
+    """Return Gaussian noise with which a release costs ρ."""
     double = 2.0 if relation is Relation.REPLACE_ONE else 1.0
     return gaussian(double / math.sqrt(2 * rho))
 
 
 def _mean(old: Tensor | None, known: float, new: Tensor, cost: float) -> Tensor:
-    """Weights by ρ are weights by precision."""
+    """Return the mean of two measurements; weights by ρ are weights by precision."""
+    # ρ is proportional to the precision 1/σ² of a measurement.
     return new if old is None else (known * old + cost * new) / (known + cost)
 
 
@@ -197,11 +235,12 @@ def _moved(params: Params, mean: Values, rate: float) -> dict[str, Tensor]:
 
 
 def _losses(part: Part) -> Tensor:
-    """Each record's loss at the present point; a loss that is no number counts as the largest."""
+    """Return each record's loss at the current iterate; NaN counts as infinite."""
     size = count(part.batch)
     if size == 0:
         return torch.zeros(0, dtype=torch.float64)
     batch, _ = unwrap_constants(part.batch)
+    # Padded as in training, so that a record's loss does not depend on the batch's size.
     whole = pad(batch, size, padded_size(size, _MULTIPLE))
     with restored({}, part.objective.modules):
         return part.objective.loss(whole)[:size].double().nan_to_num(nan=math.inf)

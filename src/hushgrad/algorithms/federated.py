@@ -23,13 +23,37 @@ from hushgrad.run.step import StepContext
 class FedAvg:
     """DP-FedAvg: what is clipped and summed for a client is its update by local descent.
 
-    A record of the data is a client: every tensor is [clients, examples, …], filled up with
-    examples whose loss is 0. `loss` is given the examples of one client, and returns a loss for
-    each. The client takes `local_steps` steps of gradient descent on their mean, at `local_rate`,
-    from the model's point θ to θ_k, and its gradient is θ − θ_k: with SGD at rate 1 the optimizer
-    takes the step of federated averaging, with another it is a server optimizer. The bound is that
-    of the plan's clipping rule; DP-NormFedAvg is the same with `clip=hg.normalize()`. Each round is
-    one event of the plan's sampling, now of clients, and the guarantee's records are clients.
+    A record of the data is a client: every tensor is [clients, examples, …], padded with examples
+    whose loss is 0. The `loss` is given the examples of one client, and returns a loss for each of
+    them. From the model's iterate θ the client takes steps of gradient descent on their mean loss,
+    to θ_k, and its gradient is θ − θ_k. With SGD at rate 1 the optimizer takes the step of
+    federated averaging; another optimizer is a server optimizer. With `clip=hg.normalize()` this is
+    DP-NormFedAvg.
+
+    Guarantees: one client moves a round's sum by at most the clipping rule's bound. Each round is
+    one event of the plan's sampling of clients, and the records of the guarantee are clients.
+
+    Args:
+        local_rate: the learning rate of the clients.
+        local_steps: how many steps each client takes.
+        output: which iterate the run returns.
+
+    Raises:
+        ValueError: if `local_rate` is not positive and finite, or `local_steps` is below 1.
+
+    Example:
+        >>> from hushgrad import plan
+        >>> fedavg = FedAvg(local_rate=0.1, local_steps=5)
+        >>> p = plan(
+        ...     records=1000,
+        ...     batch=100,
+        ...     epochs=1,
+        ...     delta=1e-5,
+        ...     noise_multiplier=1.0,
+        ...     algorithm=fedavg,
+        ... )
+        >>> p.records  # clients
+        1000
 
     Reference: McMahan et al. 2018, Learning Differentially Private Recurrent Language Models;
     Das et al. 2021, Convergence of Private Federated Learning with Normalized Updates.
@@ -47,16 +71,19 @@ class FedAvg:
             )
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
-        """The noisy mean of the clients' clipped updates."""
+        """Return the noisy mean of the clients' clipped updates."""
+        # The same query as DP-SGD's; only the vectors differ.
         updates = ClippedSum(lambda own: [Summand(own, context.clip)], vectors=self.updates)
         return context.mean(context.release(updates)), state
 
     def updates(self, part: Part) -> Gradients:
-        """θ − θ_k for each client, one client at a time, with the loss that it starts from."""
+        """Return θ − θ_k for each client, one client at a time, with the client's initial loss."""
         check_parameters(part.objective.params)  # a hook would see one client's gradient
+        # One at a time: each client trains from the same iterate.
         clients = count(part.batch)
         found = [self._trained(part, k) for k in range(clients)]
         factors: Factors = {
+            # Updates are differences of weights, which have no factors.
             name: {(0,): Dense(torch.stack([update[name] for update, _ in found]))}
             if clients
             else {}

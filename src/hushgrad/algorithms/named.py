@@ -18,7 +18,7 @@ from hushgrad.types import Relation
 
 @dataclass(frozen=True)
 class Setting:
-    """An algorithm, and what goes with it: full batches, a relation, an accountant.
+    """An algorithm, and what a plan for it needs: full batches, a relation, an accountant.
 
     `own_step` says that it chooses its steps itself, for an optimizer of rate 1.
     """
@@ -45,5 +45,5 @@ NAMED: dict[str, Callable[[int, int], Setting]] = {
     ),
     "ldp": lambda batch, records: Setting(LocalGd(), full=True, relation=Relation.REPLACE_ONE),
 }
-"""Of a batch's size and the number of records. `rrpsgd` draws its point and accounts for all steps,
-since a run on the command line leaves a folder."""
+"""Functions of a batch's size and the number of records. `rrpsgd` draws which iterate it returns
+and accounts for all steps, because a run on the command line writes a folder."""

@@ -1,7 +1,7 @@
-"""Projections: the nearest point of a set, for all parameters as one vector.
+"""Projections: the nearest vector in a set, for all parameters as one vector.
 
-They read released values alone and cost nothing. What they cost in utility is another matter: with
-a projection the excess risk of clipped DP-GD depends on the dimension again.
+They read released values alone and cost no privacy. They can cost utility: with a projection the
+excess risk of clipped DP-GD depends on the dimension again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ Vector = Float64[Tensor, " entries"]
 
 @dataclass(frozen=True)
 class Ball:
-    """All points of norm at most `radius`."""
+    """Project the parameters onto the vectors of norm at most `radius`.
+
+    Args:
+        radius: the largest norm.
+
+    Raises:
+        ValueError: if the radius is not positive and finite.
+
+    Example:
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> Ball(1.0)({"weight": weight})
+        >>> weight
+        tensor([0.6000, 0.8000])
+    """
 
     radius: float
 
@@ -32,12 +45,27 @@ class Ball:
 
     def __call__(self, params: Params) -> None:
         size = torch.linalg.vector_norm
+        # At x = 0 the quotient is infinite, which clamp turns into 1.
         _moved(params, lambda x: x * torch.clamp(self.radius / size(x), max=1.0))
 
 
 @dataclass(frozen=True)
 class Box:
-    """All points with every entry between `low` and `high`."""
+    """Project the parameters onto the vectors whose entries are between `low` and `high`.
+
+    Args:
+        low: the least entry.
+        high: the largest entry.
+
+    Raises:
+        ValueError: if `low` is above `high`.
+
+    Example:
+        >>> weight = torch.tensor([-2.0, 0.5])
+        >>> Box(-1.0, 1.0)({"weight": weight})
+        >>> weight
+        tensor([-1.0000,  0.5000])
+    """
 
     low: float
     high: float
@@ -52,7 +80,19 @@ class Box:
 
 @dataclass(frozen=True)
 class Simplex:
-    """All points with no entry below 0, whose entries add up to `total`.
+    """Project the parameters onto the vectors without negative entries that sum to `total`.
+
+    Args:
+        total: the sum of the entries.
+
+    Raises:
+        ValueError: if the total is not positive and finite.
+
+    Example:
+        >>> weight = torch.tensor([1.0, 0.5, -1.0])
+        >>> Simplex()({"weight": weight})
+        >>> weight
+        tensor([0.7500, 0.2500, 0.0000])
 
     Reference: Duchi et al. 2008, Efficient Projections onto the l1-Ball.
     """
@@ -67,6 +107,7 @@ class Simplex:
         _moved(params, self._nearest)
 
     def _nearest(self, x: Vector) -> Vector:
+        # The largest entries are shifted by a common amount, all others become 0.
         ordered = x.sort(descending=True).values
         excess = ordered.cumsum(0) - self.total
         count = torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)
@@ -76,12 +117,24 @@ class Simplex:
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """All points θ with `matrix` · θ = `target`; the matrix is public, and may lose rank."""
+    """Project the parameters onto the solutions θ of `matrix` · θ = `target`.
+
+    Args:
+        matrix: a public matrix, of any rank.
+        target: a public vector, one entry for each row.
+
+    Example:
+        >>> weight = torch.tensor([1.0, 1.0])
+        >>> Affine(torch.ones(1, 2).double(), torch.ones(1).double())({"weight": weight})
+        >>> weight
+        tensor([0.5000, 0.5000])
+    """
 
     matrix: Float64[Tensor, "rows entries"]
     target: Float64[Tensor, " rows"]
 
     def __call__(self, params: Params) -> None:
+        # The pseudo-inverse gives the nearest solution, also where rows depend on each other.
         solve = torch.linalg.pinv(self.matrix)
 
         def nearest(x: Vector) -> Vector:
@@ -98,8 +151,9 @@ class Affine:
 
 
 def _moved(params: Params, nearest: Callable[[Vector], Vector]) -> None:
-    """Put the parameters where `nearest` says, all of them as one vector in float64."""
+    """Replace the parameters by `nearest` of them, all as one vector in float64."""
     with torch.no_grad():
+        # One vector: the nearest point of a set is not found parameter by parameter.
         whole = torch.cat([p.detach().double().flatten() for p in params.values()])
         pieces = nearest(whole).split([p.numel() for p in params.values()])
         for p, piece in zip(params.values(), pieces, strict=True):

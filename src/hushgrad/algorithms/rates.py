@@ -1,7 +1,7 @@
-"""The papers' choices of parameters, as functions of what is known of the problem.
+"""The papers' choices of parameters, as functions of what is known about the problem.
 
-None of these numbers may be read off the private data: bounds on smoothness and on the spread of
-gradients are the user's statement, or estimated from public data.
+None of these numbers may be computed from the private data: bounds on smoothness and on the spread
+of gradients are stated by the user, or estimated from public data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,24 @@ from hushgrad.types import Refused
 
 @dataclass(frozen=True)
 class Problem:
-    """What DP-NSGD assumes: smoothness L0 + L1|∇f|, and a record's gradient within τ0 + τ1|∇f|."""
+    """What DP-NSGD assumes: smoothness L0 + L1|∇f|, and records' gradients within τ0 + τ1|∇f| of
+    ∇f.
+
+    Args:
+        smoothness: L0.
+        relative_smoothness: L1.
+        spread: τ0.
+        relative_spread: τ1, below 1.
+
+    Raises:
+        ValueError: if a number is negative or infinite, τ1 is not below 1, or L0 + L1 is 0.
+
+    Example:
+        >>> Problem(1.0, 0.0, 0.001, 0.0).smoothness
+        1.0
+
+    Reference: DP-NSGD, Assumptions of Theorem 3.2.
+    """
 
     smoothness: float
     relative_smoothness: float
@@ -42,12 +59,32 @@ def normalised_rate(
     noise_multiplier: float,
     batch: float,
 ) -> float:
-    """η of DP-NSGD, √(2/((L1(r + τ0) + L0) T d σ_B²)), with r = `gamma` of `automatic`, R = 1.
+    """Return η of DP-NSGD, √(2/((L1(r + τ0) + L0) T d σ_B²)), with r = `gamma` of `automatic`, R =
+    1.
 
-    σ_B = σ/b: the paper's σ is noise on the mean of the batch, and not the multiplier.
+    σ_B = σ/b: the paper's σ is the noise on the mean of the batch, not the multiplier.
 
-    Reference: DP-NSGD, Theorem 3.2, equation (4); r > τ0 is its condition.
+    Args:
+        problem: the assumptions.
+        gamma: r, the stability constant of `automatic`.
+        steps: T.
+        dimension: d, the number of parameters.
+        noise_multiplier: σ.
+        batch: b, the expected size of a batch.
+
+    Raises:
+        Refused: if r is not above τ0, which Theorem 3.2 needs.
+
+    Example:
+        >>> problem = Problem(1.0, 0.0, 0.001, 0.0)
+        >>> normalised_rate(
+        ...     problem, gamma=0.01, steps=200, dimension=100, noise_multiplier=1.0, batch=100
+        ... )
+        1.0
+
+    Reference: DP-NSGD, Theorem 3.2, equation (4).
     """
+    # The theorem proves no rate for a smaller r.
     if gamma <= problem.spread:
         raise Refused(
             f"expected gamma (r) above the spread τ0 = {problem.spread} for Theorem 3.2, got "
@@ -66,10 +103,29 @@ def clipped_rate(
     noise_multiplier: float,
     batch: float,
 ) -> float:
-    """η of DP-SGD, √(2/((L1(c + τ0) + L0) T d c² σ_B²)), with σ_B = σ/b.
+    """Return η of DP-SGD, √(2/((L1(c + τ0) + L0) T d c² σ_B²)), with σ_B = σ/b.
 
-    Reference: DP-NSGD, Theorem 3.4, equation (8); c > 2τ0/(1 − τ1) is its condition.
+    Args:
+        problem: the assumptions.
+        clip_norm: c.
+        steps: T.
+        dimension: d, the number of parameters.
+        noise_multiplier: σ.
+        batch: b, the expected size of a batch.
+
+    Raises:
+        Refused: if c is not above 2τ0/(1 − τ1), which Theorem 3.4 needs.
+
+    Example:
+        >>> problem = Problem(1.0, 0.0, 0.001, 0.0)
+        >>> clipped_rate(
+        ...     problem, clip_norm=0.1, steps=200, dimension=100, noise_multiplier=1.0, batch=100
+        ... )
+        10.0
+
+    Reference: DP-NSGD, Theorem 3.4, equation (8).
     """
+    # The theorem proves no rate for a smaller c.
     least = 2 * problem.spread / (1 - problem.relative_spread)
     if clip_norm <= least:
         raise Refused(
@@ -83,7 +139,9 @@ def clipped_rate(
 def largest_normalised_rate(
     problem: Problem, *, gamma: float, dimension: int, noise: float, alpha: float
 ) -> float:
-    """The largest η for which Lemma C.1 of DP-NSGD holds, its condition (22); σ_B is `noise`."""
+    """Return the largest η for which Lemma C.1 of DP-NSGD holds, its condition (22); σ_B is
+    `noise`.
+    """
     smooth, relative = problem.smoothness, problem.relative_smoothness
     return min(
         _over((gamma - problem.spread) * alpha, 4 * smooth),
@@ -95,7 +153,9 @@ def largest_normalised_rate(
 def largest_clipped_rate(
     problem: Problem, *, clip_norm: float, dimension: int, noise: float, alpha: float
 ) -> float:
-    """The largest η for which Lemma D.1 of DP-NSGD holds, its condition (33); σ_B is `noise`."""
+    """Return the largest η for which Lemma D.1 of DP-NSGD holds, its condition (33); σ_B is
+    `noise`.
+    """
     smooth, relative = problem.smoothness, problem.relative_smoothness
     spread, kept = problem.spread, 1 - problem.relative_spread
     return min(
@@ -132,11 +192,12 @@ def recursive_momentum_choice(
     gap: float,
     constants: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0),
 ) -> Choice:
-    """DP-SRM's parameters by its Theorem 5.4, for G = `lipschitz`, L = `smoothness`, D_F = `gap`.
+    """Return DP-SRM's parameters by its Theorem 5.4, for G = `lipschitz`, L = `smoothness`, D_F =
+    `gap`.
 
     T = c1 (nεLD)^(4/3)/(G^(8/3)(d log 1/δ)^(2/3)), ζ = c2 (GLD d log 1/δ)^(1/3)/(nε)^(2/3),
-    b0 = c3 G³/(ζLD), b = c4 G/(n0 ζ), n0 = LD/G², γ² = c5 ζ²/(n0²G²). The theorem does not say
-    what its `constants` c1 to c5 are: 1 is a placeholder, and the rates alone are proved.
+    b0 = c3 G³/(ζLD), b = c4 G/(n0 ζ), n0 = LD/G², γ² = c5 ζ²/(n0²G²). The theorem does not state
+    its `constants` c1 to c5: 1 is a placeholder, and only the rates are proved.
     """
     c1, c2, c3, c4, c5 = constants
     private = dimension * math.log(1 / delta)
@@ -157,10 +218,11 @@ def recursive_momentum_choice(
 def recursive_momentum_batch(
     *, records: int, epsilon: float, delta: float, steps: int, constant: float = 1.0
 ) -> tuple[int, float]:
-    """DP-SRM's batch n√(ε/T) = b0 = b by its Corollary 5.3, and the noise multiplier that it needs.
+    """Return DP-SRM's batch n√(ε/T) = b0 = b by its Corollary 5.3, and the noise multiplier it
+    needs.
 
-    The corollary asks for T above a `constant` times log⁴(1/δ)/ε³ and does not say which. So the
-    conditions of Theorem 5.1, which it follows from at β = ½, are checked as well.
+    The corollary requires T above a `constant` times log⁴(1/δ)/ε³ without stating it. So the
+    conditions of Theorem 5.1, from which it follows at β = ½, are checked as well.
     """
     least = constant * math.log(1 / delta) ** 4 / epsilon**3
     if steps <= least:
@@ -169,6 +231,7 @@ def recursive_momentum_batch(
             "calibrate with the tight accountant"
         )
     batch = math.ceil(records * math.sqrt(epsilon / steps))
+    # Raises if the conditions of Theorem 5.1 do not hold.
     noise = recursive_momentum_noise_multiplier(
         epsilon, delta=delta, steps=steps, records=records, batch=batch
     )

@@ -1,8 +1,8 @@
-"""Recursive estimates of the gradient, from gradients of one batch at two points.
+"""Recursive estimates of the gradient, from gradients of one batch at two iterates.
 
-The estimate is carried on from the released one, and only what a batch says about the change since
-the previous point is noised. A batch that is used at both points is one batch: its sum is released
-once, and is one event. Nothing adds up through the recursion, which acts on released values.
+The new estimate starts from the released one, and only what a batch says about the change since the
+previous iterate gets noise. A batch that is used at both iterates is one batch: its sum is released
+once, and is one event. Privacy costs do not add up in the recursion, which uses released values.
 """
 
 from __future__ import annotations
@@ -23,17 +23,26 @@ from hushgrad.run.query import ClippedSum, Summand
 from hushgrad.run.step import StepContext
 from hushgrad.types import Params
 
-_SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two points are the same
+_SMALLEST_STEP = 2.0**-60  # a clipping norm is above 0, also where two iterates are equal
 
 
 @dataclass(frozen=True)
 class PerDistance:
-    """Clip a difference of gradients at `smoothness` (L) times the distance of its two points.
+    """Clip a difference of gradients at `smoothness` (L) times the distance of its two iterates.
 
-    The points are released, so the bound is public. Where every record's gradient is L-Lipschitz
-    nothing is clipped; where it is not, the bound is kept all the same.
+    Guarantees: the iterates are released, so the bound is public. It is never more than twice that
+    of the plan's rule. If every record's gradient is L-Lipschitz, nothing is clipped; if not, the
+    bound holds all the same.
 
-    The bound is never more than twice that of the plan's rule.
+    Args:
+        smoothness: L, the Lipschitz constant of a record's gradient.
+
+    Raises:
+        ValueError: if `smoothness` is not positive and finite.
+
+    Example:
+        >>> PerDistance(2.0).at(0.5, most=10.0)
+        abadi(clip_norm=1.0)
 
     Reference: Arora et al. 2022, Private SpiderBoost, whose noise is scaled by this distance.
     """
@@ -45,26 +54,42 @@ class PerDistance:
             raise ValueError(f"expected smoothness > 0 and finite, got {self.smoothness}; pass L")
 
     def at(self, apart: float, *, most: float) -> Clip:
-        """The rule for two points so far apart, with a bound of at most `most`."""
+        """Return the rule for two iterates at this distance, with a bound of at most `most`."""
+        # At most twice the plan's bound, as of a difference of two clipped gradients.
         return abadi(min(max(self.smoothness * apart, _SMALLEST_STEP), most))
 
 
 @dataclass(frozen=True)
 class Srm:
-    """DP-SRM, stochastic recursive momentum:
+    """DP-SRM: stochastic recursive momentum.
 
         v_t = (1 − γ) v_(t−1) + (1/b) Σ [γ clip(∇f(θ_t)) + (1 − γ) clip'(∇f(θ_t) − ∇f(θ_(t−1)))]
 
-    with noise on the sum; v_0 is the noisy mean of clipped gradients of a batch of `first_batch`
-    (b0). clip is the plan's rule, with bound C1. clip' is `difference_clip`, with bound C2: a
-    record's bound in the sum is γC1 + (1 − γ)C2, and twice that where a record is replaced. With
-    `combined_clip` the two parts are clipped as one vector instead, and its bound is the record's.
+    with noise on the sum. v_0 is the noisy mean of clipped gradients of a batch of `first_batch`
+    (b0). The optimizer is given v_t. clip is the plan's rule, with bound C1, and clip' is
+    `difference_clip`, with bound C2.
 
-    Events: one of the first batch, and one for each of the T − 1 steps after it. The optimizer is
-    given v_t; an estimate that no point was made from is not released. `step_norm` shortens v_t,
-    penalty included, to that norm: with SGD at rate 1/(2 n0 L) and step_norm 2ζ the step is
-    min(ζ/(n0 L |v|), 1/(2 n0 L))·v, as in the paper. `first_noise` is the first batch's multiplier
-    relative to the others', which the paper takes as b0/b.
+    Guarantees: one record moves a sum by at most γC1 + (1 − γ)C2, or by the bound of
+    `combined_clip`, and twice that where a record is replaced. Events: one of the first batch, and
+    one for each of the T − 1 steps after it.
+
+    Args:
+        gamma: γ, the weight of the fresh gradient; 1 is DP-SGD.
+        difference_clip: clip', a rule or `PerDistance`; None with `combined_clip`.
+        combined_clip: clips the two parts as one vector instead.
+        first_batch: b0, the expected size of the first batch; that of the others by default.
+        first_noise: the first batch's noise multiplier relative to the others', b0/b in the paper.
+        step_norm: shortens v_t, penalty included, to this norm. With SGD at rate 1/(2 n0 L) and a
+            step_norm of 2ζ the step is min(ζ/(n0 L |v|), 1/(2 n0 L))·v, as in the paper.
+        output: which iterate the run returns.
+
+    Raises:
+        ValueError: if a number is out of range, or not exactly one of the two rules is given.
+
+    Example:
+        >>> srm = Srm(0.1, abadi(0.1), first_batch=400)
+        >>> srm.gamma, srm.difference_clip
+        (0.1, abadi(clip_norm=0.1))
 
     Reference: Wang et al., DP-SRM, Algorithm 1 and section 5; Cutkosky and Orabona 2019, STORM,
     is its limit without noise and clipping.
@@ -97,6 +122,7 @@ class Srm:
         """The first batch may be larger than the others."""
         if step:
             return StepPlan(conditions.sampling)
+        # A larger first batch pays off, since all later estimates start from it.
         return StepPlan(resized(conditions, self.first_batch), self.first_noise)
 
     def check(self, conditions: Conditions) -> None:
@@ -105,7 +131,7 @@ class Srm:
         refuse_direct(self.output)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
-        """The recursion; what is remembered is the released estimate and its point."""
+        """Return the recursion's next estimate; the state is that estimate and its iterate."""
         here = copy_values(context.params)
         if not state:
             first = ClippedSum(lambda here: [Summand(here, context.clip)])
@@ -113,11 +139,12 @@ class Srm:
         else:
             fresh = context.mean(context.release(self._query(context, state["point"])))
             old = state["estimate"]
+            # In float64, since errors add up through the recursion.
             estimate = {n: (1 - self.gamma) * old[n].double() + x for n, x in fresh.items()}
         return copied(estimate), {"estimate": estimate, "point": here}
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, on an estimate that is shortened to `step_norm`."""
+        """Take the optimizer's step, on an estimate shortened to `step_norm`."""
         if self.step_norm is not None:
             shorten(params, self.step_norm)
         optimizer.step()
@@ -125,7 +152,7 @@ class Srm:
     def _query(self, context: StepContext, before: Values) -> ClippedSum:
         gamma, combined = self.gamma, self.combined_clip
         if combined is not None:
-
+            # One vector for each record: linear in factors, so nothing is written out.
             def as_one(new: Gradients, old: Gradients) -> list[Summand]:
                 both = gamma * new + (1 - gamma) * difference(new, old)
                 return [Summand(both, combined, losses=new.losses)]
@@ -144,15 +171,38 @@ class Srm:
 
 
 def storm(gamma: float, *, first_batch: int | None = None, output: Output = last) -> Srm:
-    """STORM, without noise or clipping: plan it with noise_multiplier=0 and clip=unclipped().
+    """Return STORM, for runs that are not private: no noise, and clipping that has no effect.
 
-    Reference: Cutkosky and Orabona 2019; its adaptive rates are left to the optimizer's schedule.
+    Guarantees: none. Plan it with `noise_multiplier=0` and `clip=unclipped()`.
+
+    Args:
+        gamma: the weight of the fresh gradient.
+        first_batch: the expected size of the first batch; that of the others by default.
+        output: which iterate the run returns.
+
+    Returns:
+        The algorithm, for `plan(algorithm=...)`.
+
+    Example:
+        >>> storm(0.1).difference_clip.bound(1) == unclipped().bound(1)
+        True
+
+    Reference: Cutkosky and Orabona 2019, Momentum-Based Variance Reduction in Non-Convex SGD; its
+    adaptive rates are left to the optimizer's schedule.
     """
     return Srm(gamma, unclipped(), first_batch=first_batch, output=output)
 
 
 def unclipped() -> Clip:
-    """Abadi's rule at a norm that no gradient reaches: for runs that are not private."""
+    """Return Abadi's rule at a norm that no gradient reaches, for runs that are not private.
+
+    Returns:
+        The clipping rule.
+
+    Example:
+        >>> unclipped().bound(1) == 2.0**60
+        True
+    """
     return abadi(2.0**60)
 
 
@@ -163,14 +213,29 @@ class SpiderBoost:
         v_t = noisy mean of clip(∇f(θ_t)) over a batch of `anchor_batch`, if period divides t
         v_t = v_(t−1) + noisy mean of clip'(∇f(θ_t) − ∇f(θ_(t−1))), otherwise
 
-    clip is the plan's rule, clip' is `difference_clip`, PerDistance(L) in the original. Without
-    `anchor_batch` an anchor sees every record. A record's bound is that of the step's clip, twice
-    that where a record is replaced. Events: ⌈T/period⌉ of the anchors' sampling and the others of
-    the plan's. `anchor_noise` is the anchors' multiplier relative to the plan's: the original
-    names rates for the two noises and no constants, so 1 is no more than a choice.
+    clip is the plan's rule, clip' is `difference_clip`.
 
-    Reference: Arora et al. 2022, Faster Rates of Convergence to Stationary Points in
-    Differentially Private Optimization, Algorithm 1.
+    Guarantees: one record moves a sum by at most the bound of the step's rule, and twice that where
+    a record is replaced. Events: ⌈T/period⌉ with the anchors' sampling, the others with the plan's.
+
+    Args:
+        period: how often there is an anchor.
+        difference_clip: clip', a rule or `PerDistance(L)`, as in the original.
+        anchor_batch: the expected size of an anchor's batch; every record by default.
+        anchor_noise: the anchors' noise multiplier relative to the plan's. The original states
+            rates for the two noises without constants, so 1 is only a choice.
+        step_norm: shortens v_t, penalty included, to this norm.
+        output: which iterate the run returns.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> SpiderBoost(10, PerDistance(1.0), anchor_batch=1000).period
+        10
+
+    Reference: Arora et al. 2022, Faster Rates of Convergence to Stationary Points in Differentially
+    Private Optimization, Algorithm 1.
     """
 
     period: int
@@ -203,8 +268,9 @@ class SpiderBoost:
         refuse_direct(self.output)
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
-        """The anchor, or the recursion from it."""
+        """Return the anchor's estimate, or the recursion from it."""
         here = copy_values(context.params)
+        # The first step has nothing to recur from.
         if context.step % self.period == 0 or not state:
             anchor = ClippedSum(lambda here: [Summand(here, context.clip)])
             estimate = context.mean(context.release(anchor))
@@ -220,14 +286,14 @@ class SpiderBoost:
         return copied(estimate), {"estimate": estimate, "point": here}
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, on an estimate that is shortened to `step_norm`."""
+        """Take the optimizer's step, on an estimate shortened to `step_norm`."""
         if self.step_norm is not None:
             shorten(params, self.step_norm)
         optimizer.step()
 
 
 def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Values) -> Clip:
-    """The rule for differences between the round's point and the one before."""
+    """Return the rule for differences between the current iterate and the one before."""
     if isinstance(rule, Clip):
         return rule
     groups = len(context.batch_pass.partition.names)
@@ -237,7 +303,7 @@ def difference_rule(rule: Clip | PerDistance, context: StepContext, before: Valu
 
 
 def copied(estimate: Values) -> dict[str, Tensor]:
-    """The estimate for an optimizer, which may write on it."""
+    """Return a copy of the estimate for the optimizer, which may write to it."""
     return {name: x.clone() for name, x in estimate.items()}
 
 

@@ -17,35 +17,68 @@ from hushgrad.types import Params
 
 @dataclass(frozen=True)
 class Sgd:
-    """DP-SGD: the mean of clipped gradients, by any clipping rule and any torch optimizer.
+    """DP-SGD: the noisy mean of clipped gradients, by any clipping rule and any torch optimizer.
 
-    With `FullBatch()` it is DP-GD. `project` moves the parameters back into a set after each step,
-    which reads released values alone. One record's bound in the sum is that of the clipping rule;
-    each step is one event.
+    With `FullBatch()` it is DP-GD.
+
+    Guarantees: one record moves a step's sum by at most the clipping rule's bound. Each step is one
+    release.
+
+    Args:
+        output: which iterate the run returns.
+        project: moves the parameters into a set after each step, such as `Ball(1.0)`. It reads
+            released values alone, and costs nothing.
+
+    Example:
+        >>> from hushgrad import plan
+        >>> from hushgrad.algorithms import Ball, average
+        >>> dp_sgd = Sgd(output=average(), project=Ball(10.0))
+        >>> p = plan(
+        ...     records=1000,
+        ...     batch=100,
+        ...     epochs=1,
+        ...     delta=1e-5,
+        ...     noise_multiplier=1.0,
+        ...     algorithm=dp_sgd,
+        ... )
+        >>> p.steps
+        10
+
+    Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
     """
 
     output: Output = last
     project: Callable[[Params], None] | None = None
 
     def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
-        """The noisy mean of the clipped gradients; nothing to remember."""
+        """Return the noisy mean of the clipped gradients; there is no state."""
         gradient = ClippedSum(lambda here: [Summand(here, context.clip)])
         return context.mean(context.release(gradient)), state
 
     def update(self, params: Params, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, and the projection."""
+        """Take the optimizer's step, then project."""
         optimizer.step()
+        # After the step: the next gradient is taken inside the set.
         if self.project is not None:
             self.project(params)
 
 
 def rrpsgd() -> Sgd:
-    """RRPSGD: DP-SGD that stops after a number of rounds drawn at random.
+    """Return RRPSGD: DP-SGD that stops after a random number of steps.
 
-    δ(ε) is the mean over the numbers that could be drawn, under the conditions of `stopped`; the
-    expected number of rounds would under-state it. The original takes one record at a time, up to
-    n² rounds and rounds weighted by their rates; here batches are the plan's, and rounds are as
-    likely as each other, which is its rule for a constant rate.
+    Guarantees: δ(ε) is the mean over the numbers that could be drawn, under the conditions of
+    `stopped`; accounting for the expected number would understate it.
+
+    The original takes one record at a time, up to n² steps, and weights them by their rates. Here
+    batches are the plan's, and all numbers are equally likely, which is its rule for a constant
+    rate.
+
+    Returns:
+        The algorithm, for `plan(algorithm=...)`.
+
+    Example:
+        >>> rrpsgd().output
+        stopped
 
     Reference: Zhang et al. 2017, Efficient Private ERM for Smooth Objectives, Algorithm 2.
     """

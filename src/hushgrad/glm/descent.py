@@ -25,15 +25,29 @@ from hushgrad.sampling import Scheme
 from hushgrad.types import Refused, Relation
 
 Projection = Callable[[Tensor], Tensor]
-"""The nearest point of a convex set that is public."""
+"""Returns the nearest point of a public convex set."""
 
 
 @dataclass(frozen=True)
 class Descent:
-    """How released gradients move θ: `rate` (η), heavy-ball `momentum`, and what is returned.
+    """How released gradients move θ, and which iterate is returned.
 
-    The mean of the last `average` (a share) of the iterates is returned; 0 returns the last one.
-    A `penalty` reads no record. All of it is post-processing.
+    Guarantees: all of it is post-processing of released values, and costs no privacy.
+
+    Args:
+        rate: η, the learning rate.
+        momentum: the heavy-ball momentum.
+        average: the mean of the last iterates is returned, this share of them; 0 returns the last
+            one.
+        penalty: a penalty on θ, which reads no record.
+        projection: returns the nearest point of a public convex set.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> Descent(rate=0.5, momentum=0.9).average
+        0.5
     """
 
     rate: float
@@ -52,7 +66,7 @@ class Descent:
 
 @dataclass
 class Descended:
-    """Where a descent ended, and what it was charged beyond its plan."""
+    """The result of a descent, and what it was charged beyond its plan."""
 
     theta: Float64[Tensor, "classes width"]
     steps_taken: int
@@ -60,11 +74,11 @@ class Descended:
 
     @property
     def steps_drawn(self) -> int:
-        """Every batch that was drawn was used."""
+        """The number of steps that drew their batch; a step uses every batch."""
         return self.steps_taken
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint would hold; there is none."""
+        """What a checkpoint would contain; a descent writes none."""
         return {}
 
 
@@ -84,15 +98,30 @@ def descend(
 
     Guarantees: noise is added once to each step, also to an empty batch; sums are divided by the
     plan's public expected batch; only released values move θ.
+
+    Args:
+        rows: the records' features.
+        labels: the records' labels.
+        classes: the number of scores, one row of θ each.
+        loss: the loss of a record's scores.
+        plan: a plan of DP-SGD with a fixed clipping rule and no metrics.
+        descent: the learning rate, the momentum and what is returned.
+        rng: the key of batches and noise.
+        budget: the account that is charged.
+        fingerprint: maps a key to a digest of the data.
+
+    Raises:
+        Refused: if the plan is of another kind, or the number of records is public and another.
     """
     require_one_process()
     clip, sampling = plan.clip, plan.sampling
+    # The plan's event covers plain DP-SGD steps; this loop takes no others.
     plain = plan.metrics is None and plan.algorithm == Sgd() and not plan.correlated
     if not (isinstance(clip, Clip) and isinstance(sampling, Scheme) and plain):
         raise Refused(
             "expected a plan of DP-SGD with a fixed clipping rule, a sampling scheme and no "
             f"metrics, got {plan.algorithm!r}, {clip!r}, {sampling.statement} and metrics "
-            f"{plan.metrics}; train others by hg.train, with glm.closed.LinearLoss"
+            f"{plan.metrics}; train other plans by hg.train, with glm.closed.LinearLoss"
         )
     memory = open_store(
         plan=plan,
@@ -104,21 +133,26 @@ def descend(
         fingerprint=fingerprint,
     )
     theta = torch.zeros(classes, rows.width, dtype=torch.float64)
+    # Enters the run in its ledger; there is no checkpoint to load.
     memory.restore(Descended(theta, 0), lambda state: None)
     velocity, mean = torch.zeros_like(theta), torch.zeros_like(theta)
     kept = max(1, round(descent.average * plan.steps))
     _require_planned_number(rows, sampling, plan)
     span = sampling.span(plan.records, length=rows.count)
+    # The same for all steps, so it is made once.
     allowed = (Allowance(ClippedLinearSum, plan.noise_at(0)),)
     for step in range(plan.steps):
         memory.drawn(step)
         drawn, own = rows, labels
         if not sampling.sees_all:
+            # Positions are drawn up to a public span, so that draws do not depend on the data.
             positions = sampling.draw(span, step=step, rng=memory.sampling)
             positions = positions[positions < rows.count]
+            # Positions beyond the data are of records that are not there.
             drawn, own = rows.take(positions), labels[torch.from_numpy(positions)]
         context = StepContext(memory.rng, Permit(step, allowed))
         released = context.release(ClippedLinearSum(drawn, own, theta, loss, clip))
+        # Before θ moves: a release must be known before it is used.
         memory.released(step, released.digest)
         gradient = released.values[NAME] / plan.divisor
         if descent.penalty is not None:
@@ -127,7 +161,7 @@ def descend(
         theta = theta - descent.rate * velocity
         if descent.projection is not None:
             theta = descent.projection(theta)
-        if step >= plan.steps - kept:
+        if step >= plan.steps - kept:  # a running mean, so that no iterate is stored
             mean += theta / kept
     done = Descended(mean, plan.steps)
     memory.finish(done)
@@ -136,6 +170,7 @@ def descend(
 
 def _require_planned_number(rows: RowSource, sampling: Scheme, plan: Plan) -> None:
     """Refuse another number of records than the plan's, where it is public."""
+    # With add/remove the number is private, and must not be compared.
     if Relation.ADD_REMOVE not in sampling.relations and rows.count != plan.records:
         raise Refused(
             f"expected the {plan.records} records that the plan states with "

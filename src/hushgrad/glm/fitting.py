@@ -49,11 +49,11 @@ ALGORITHMS = ("sgd", "gd", "objective", "output")
 
 @dataclass(frozen=True)
 class Linear:
-    """What kind of linear model is fitted.
+    """The kind of linear model that is fitted.
 
-    `loss` is descended, `smooth` is minimised by the perturbations; None where that cannot be.
-    `slope` and `curvature` bound the derivatives of `loss`, or stand for such bounds: gradients
-    are clipped to `slope` × the bound on a row.
+    `loss` is used by descent and `smooth` by the perturbations; None where that is impossible.
+    `slope` and `curvature` bound the derivatives of `loss`, or stand for such bounds: gradients are
+    clipped to `slope` × the bound on a row.
     """
 
     loss: ScoreLoss
@@ -114,7 +114,12 @@ class Fitted:
 
 
 def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) -> Fitted:
-    """Fit a linear model privately; `features` is a finite array or sparse matrix."""
+    """Fit a linear model privately; `features` is a finite array or sparse matrix.
+
+    Raises:
+        ValueError: if a setting does not suit the data or the loss.
+        Refused: if the stated number of records is far from the number of rows.
+    """
     records = settings.records or features.shape[0]
     _require_near(records, features.shape[0])
     if settings.delta * records >= 1:
@@ -122,12 +127,14 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
             f"expected delta below 1 / records = {1 / records:.2g}, got {settings.delta}; such a "
             "delta would allow a record to be published"
         )
+    # The intercept is a column of constants, which the rows' norm includes.
     behind = INTERCEPT if settings.fit_intercept else 0.0
     rows = scaled_rows(features, feature_norm=settings.feature_norm, intercept=behind)
     public = Public(
         records=records,
         epsilon=settings.epsilon,
         delta=settings.delta,
+        # A number taken from the rows may only be used where all neighbours have the same.
         relation=Relation.ADD_REMOVE if settings.records else Relation.REPLACE_ONE,
         classes=linear.classes,
         row_norm=math.hypot(1.0, behind) * LONGEST,
@@ -138,9 +145,11 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
     by = _by_descent if settings.algorithm in ("sgd", "gd") else _by_perturbation
     theta, guarantee, steps = by(rows, labels, linear, settings, public)
     sample = sample_of(features, labels.numpy())
+    # Fits on the same records compose, so the guarantee counts those that this process has made.
     earlier = remember_fit(
         Fit(settings.family, sample, public.relation, guarantee.spent, guarantee.delta)
     )
+    # Rows were divided by their bound and the intercept's column was scaled: undo both.
     found = theta.numpy()
     weights = found[:, : features.shape[1]] / settings.feature_norm
     intercept = found[:, -1] * INTERCEPT if settings.fit_intercept else np.zeros(linear.classes)
@@ -148,10 +157,10 @@ def fit(features: Any, labels: Tensor, linear: Linear, settings: FitSettings) ->
 
 
 def _require_near(stated: int, rows: int) -> None:
-    """Refuse a public number of records that is nothing like the number of rows.
+    """Refuse a public number of records that is far from the number of rows.
 
-    Steps, noise and δ would be chosen for other data. The sizes are those of folds: two folds are
-    near the whole. How many rows there are is private, and not said.
+    Steps, noise and δ would be chosen for other data. Folds are allowed: two folds are near the
+    whole. The number of rows is private, and not in the message.
     """
     if 2 * stated >= rows and 2 * rows + 1 >= stated:
         return
@@ -166,6 +175,7 @@ def _require_near(stated: int, rows: int) -> None:
 def _by_descent(
     rows: RowSource, labels: Tensor, linear: Linear, settings: FitSettings, public: Public
 ) -> tuple[Tensor, GlmGuarantee, int]:
+    # A smaller clipping norm shortens gradients, so the rate grows.
     clip, scale = _clip(settings.clip_norm, public)
     chosen = descent_settings(
         public,
@@ -174,6 +184,7 @@ def _by_descent(
         steps=settings.steps,
         rate=settings.learning_rate,
     )
+    # Full batches compose to one Gaussian, whose ε is known exactly.
     accountant = EXACT if settings.algorithm == "gd" else PLD
     target = Target(settings.epsilon, settings.delta, public.relation, accountant)
     sigma, spent = least_noise(
@@ -194,6 +205,7 @@ def _by_descent(
     )
     strength = settings.regularization
     descent = Descent(
+        # A rate that the user chose is used as it is.
         rate=chosen.rate if settings.learning_rate else chosen.rate * scale,
         momentum=chosen.momentum,
         penalty=ridge(strength) if strength else None,
@@ -210,6 +222,7 @@ def _by_descent(
         fingerprint=_fingerprint(rows, labels, settings.budget) if settings.budget else none,
     )
     guarantee = GlmGuarantee(
+        # Basic composition with what the run was charged beyond its plan.
         spent=math.fsum([spent, *(charge.epsilon for charge in done.charges)]),
         delta=math.fsum([plan.delta, *(charge.delta for charge in done.charges)]),
         relation=public.relation,
@@ -224,7 +237,7 @@ def _by_descent(
 
 
 def _clip(clip_norm: str | float | Clip, public: Public) -> tuple[Clip, float]:
-    """The rule, and by how much steps grow to make up for shorter gradients."""
+    """Return the rule, and the factor by which steps grow to make up for shorter gradients."""
     longest = public.slope * public.row_norm
     if isinstance(clip_norm, str):
         return abadi(longest), 1.0
@@ -250,6 +263,7 @@ def _by_perturbation(
         relation=public.relation,
     )
     objective = settings.algorithm == "objective"
+    # The estimators state the penalty of the mean, the proofs that of the sum.
     strength = (settings.regularization or 0.0) * public.records
     if not strength:
         strength = _strength(problem, public, linear.classes * rows.width, objective)
@@ -301,9 +315,9 @@ def _public(settings: FitSettings) -> tuple[str, ...]:
 
 
 def _fingerprint(rows: RowSource, labels: Tensor, budget: Budget) -> Fingerprint:
-    """A keyed digest of the records as they are used.
+    """Return a function that digests the records as they are used, under a key.
 
-    A budget that has other records already takes these for a share of them, as folds are, and
+    A budget that already has other records takes these for a share of them, as folds are, and
     charges the fit to them.
     """
 

@@ -56,12 +56,12 @@ from hushgrad.run.step import release_once
 from hushgrad.types import Bounded, Refused, Relation
 
 TOLERANCE = 1e-4
-"""The gradient that may be left at a minimiser, ÷ L."""
+"""The gradient that may remain at a minimiser, ÷ L."""
 
 OUTPUT_SHARE = 0.01
-"""The share of ε and δ that objective perturbation spends on hiding how far it was from there."""
+"""The share of ε and δ that objective perturbation spends on hiding that remaining gradient."""
 
-_UP = 1 + 1e-9  # the roundings of a row's norm: rows are refused where they are longer than this
+_UP = 1 + 1e-9  # covers the rounding of a row's norm; longer rows are refused
 
 _NODES, _ONCE = np.polynomial.legendre.leggauss(24)
 _WEIGHTS = np.tile(_ONCE, 128)
@@ -69,9 +69,20 @@ _WEIGHTS = np.tile(_ONCE, 128)
 
 @dataclass(frozen=True)
 class PerturbationProblem:
-    """What a guarantee of a perturbation depends on; all of it is public.
+    """What the guarantee of a perturbation depends on; all of it is public.
 
-    `row_norm` bounds ‖x‖, intercept included; `strength` (Λ) is the penalty of the sum.
+    Args:
+        loss: a convex loss of bounded slope and curvature.
+        classes: K, the number of scores.
+        row_norm: the bound on ‖x‖, intercept included.
+        strength: Λ, the penalty of the sum.
+        epsilon: ε of the release.
+        delta: δ of the release.
+        relation: add/remove or replace one record.
+
+    Raises:
+        Refused: if the loss or the relation is not covered by the proofs.
+        ValueError: if a number is out of range.
     """
 
     loss: ScoreLoss
@@ -114,14 +125,15 @@ class PerturbationProblem:
 
     @property
     def determinant(self) -> float:
-        """c: by how much a record can move the logarithm of the Hessian's determinant."""
+        """c: how far a record can move the logarithm of the Hessian's determinant."""
+        # β‖x‖², a bound on the eigenvalues of a record's Hessian.
         bend = self.loss.smoothness * (self.row_norm * _UP) ** 2
         return self.classes * math.log1p(bend / self.strength)
 
 
 @dataclass(frozen=True)
 class Perturbed:
-    """A released minimiser, the standard deviation of its noise, and the event that it is.
+    """A released minimiser, the standard deviation of its noise, and its event.
 
     For objective perturbation the noise is that of the linear term.
     """
@@ -132,10 +144,20 @@ class Perturbed:
 
 
 def objective_delta(epsilon: float, *, ratio: float, determinant: float, dimensions: int) -> float:
-    """δ(ε) of objective perturbation: the mean of (1 − e^(ε − c − m²/2 − mχ_k))₊, rounded up.
+    """Return δ(ε) of objective perturbation: the mean of (1 − e^(ε − c − m²/2 − mχ_k))₊, rounded
+    up.
 
     `ratio` is m, sensitivity ÷ noise, `determinant` c, and `dimensions` k.
+
+    Example:
+        With c = 0 and k = 1 it is twice δ of the Gaussian mechanism:
+
+        >>> from hushgrad.accounting.closed_forms import gaussian_delta
+        >>> found = objective_delta(1.0, ratio=0.5, determinant=0.0, dimensions=1)
+        >>> math.isclose(found, 2 * gaussian_delta(2.0, epsilon=1.0), rel_tol=1e-6)
+        True
     """
+    # The loss exceeds ε where mχ is above this.
     left = epsilon - determinant - ratio**2 / 2
     start = max(0.0, left / ratio)
     stop = max(start, math.sqrt(dimensions)) + 40.0
@@ -145,17 +167,17 @@ def objective_delta(epsilon: float, *, ratio: float, determinant: float, dimensi
     norming = (dimensions / 2 - 1) * math.log(2) + math.lgamma(dimensions / 2)
     density = np.exp(xlogy(dimensions - 1, t) - t**2 / 2 - norming)
     mean = half * np.dot(density * -np.expm1(np.minimum(left - ratio * t, 0.0)), _WEIGHTS)
-    # Smooth between the edges: the quadrature is right to 1e-12. Beyond `stop` χ has no mass left.
+    # Smooth between the edges: the quadrature is exact to 1e-12. Beyond `stop` χ has no mass.
     return min(1.0, float(mean) * (1 + 1e-9) + float(chi2.sf(stop**2, dimensions)))
 
 
 def objective_noise(problem: PerturbationProblem) -> float:
-    """The least σ of the linear term, to 1e-6, that keeps (ε, δ)."""
+    """Return the least σ of the linear term, to 1e-6, that keeps (ε, δ)."""
     c, epsilon, delta = problem.determinant, problem.epsilon, problem.delta
     if c >= epsilon:
         raise Refused(
-            f"expected a strength at which the Hessian gives away less than epsilon = {epsilon}, "
-            f"got {problem.strength:.4g}, which gives {c:.4g}; raise it to "
+            f"expected a strength at which the Hessian costs less than epsilon = {epsilon}, "
+            f"got {problem.strength:.4g}, at which it costs {c:.4g}; raise it to "
             f"{least_strength(problem.loss, problem.classes, problem.row_norm, epsilon):.4g}"
         )
     replaced = problem.relation is Relation.REPLACE_ONE
@@ -166,6 +188,7 @@ def objective_noise(problem: PerturbationProblem) -> float:
         found = objective_delta(epsilon, ratio=ratio, determinant=c, dimensions=dimensions)
         return found <= delta
 
+    # A bisection on m = sensitivity ÷ noise: δ grows with m.
     low, high = 2.0**-40, 2.0**10
     if not kept(low):
         raise Refused(
@@ -181,7 +204,7 @@ def objective_noise(problem: PerturbationProblem) -> float:
 def least_strength(
     loss: ScoreLoss, classes: int, row_norm: float, epsilon: float, share: float = 0.5
 ) -> float:
-    """The Λ at which the Hessian's determinant takes this share of ε."""
+    """Return the Λ at which the Hessian's determinant takes this share of ε."""
     return loss.smoothness * row_norm**2 / math.expm1(share * epsilon / classes)
 
 
@@ -194,16 +217,30 @@ def objective_perturbation(
     budget: Budget | None = None,
     fingerprint: Fingerprint = none,
 ) -> Perturbed:
-    """Minimise F + <b, θ> and release the minimiser, with a little noise for what it lacks.
+    """Minimise F + <b, θ> and release the minimiser, with a little noise for its inexactness.
 
-    The gradient that is left has norm at most γ = 1e-4·L, so the θ found is within γ/Λ of the
-    minimiser, under every data set. The difference is hidden by a Gaussian release of sensitivity
-    2γ/Λ, which takes 1 % of ε and of δ.
+    Guarantees: (ε, δ) of the problem. The remaining gradient has norm at most γ = 1e-4·L, so the
+    computed θ is within γ/Λ of the minimiser, for every data set. The difference is hidden by a
+    Gaussian release of sensitivity 2γ/Λ, which takes 1 % of ε and of δ. The linear term is never
+    released. It is drawn in float64 from 52-bit numbers; its rounding moves the minimiser by far
+    less than γ/Λ.
 
-    The linear term is never released. It is drawn in float64 from 52-bit numbers; its rounding
-    moves the minimiser by far less than γ/Λ.
+    Args:
+        rows: the records' features, within the problem's `row_norm`.
+        labels: the records' labels.
+        problem: the loss, the bounds, ε and δ.
+        rng: the key of the noise.
+        budget: the account that is charged before the release.
+        fingerprint: maps a key to a digest of the data.
+
+    Raises:
+        Refused: if the strength leaves too little of ε to the noise, or a row is too long.
+
+    Reference: Kifer et al. 2012, Private Convex Empirical Risk Minimization; the module's docstring
+    has the proof.
     """
     key = _key(rng, budget)
+    # Basic composition of the two parts, so their shares add up to one.
     main = _with_share(problem, 1 - OUTPUT_SHARE)
     sigma = objective_noise(main)
     size = (problem.classes, rows.width)
@@ -231,8 +268,12 @@ def output_perturbation(
 ) -> Perturbed:
     """Minimise F and release the minimiser with Gaussian noise, calibrated exactly.
 
-    One record moves the minimiser of a Λ-strongly convex sum by at most L/Λ, by 2L/Λ if it is
-    replaced; with n records and λ = Λ/n that is 2L/(nλ). What is found is within γ/Λ of it.
+    Guarantees: (ε, δ) of the problem. One record moves the minimiser of a Λ-strongly convex sum by
+    at most L/Λ, by 2L/Λ if it is replaced; with n records and λ = Λ/n that is 2L/(nλ). The computed
+    θ is within γ/Λ of the minimiser. The arguments are those of `objective_perturbation`.
+
+    Reference: Chaudhuri et al. 2011, Differentially Private Empirical Risk Minimization, Algorithm
+    1.
     """
     key = _key(rng, budget)
     multiplier = gaussian_noise_multiplier(problem.epsilon, delta=problem.delta)
@@ -250,9 +291,9 @@ def output_perturbation(
 class PerturbedMinimiser:
     """The minimiser of F, or of F + <tilt, θ> where a random linear term hides the records.
 
-    With a tilt only the distance to the exact minimiser is left to hide, 2γ/Λ. Without one a record
-    moves the minimiser of a Λ-strongly convex sum by at most L/Λ, to which 2γ/Λ is added; γ is the
-    gradient that a search may leave.
+    With a tilt only the distance to the exact minimiser must be hidden, 2γ/Λ. Without one a record
+    moves the minimiser of a Λ-strongly convex sum by at most L/Λ, to which 2γ/Λ is added. γ is the
+    gradient that the search may leave.
     """
 
     rows: RowSource
@@ -263,17 +304,17 @@ class PerturbedMinimiser:
 
     @property
     def tolerance(self) -> float:
-        """γ: the gradient that may be left."""
+        """γ: the gradient that may remain."""
         return TOLERANCE * self.problem.gradient_norm
 
     @property
     def l2(self) -> float:
-        """How far one record moves what is found."""
+        """How far one record moves the computed minimiser."""
         moved = 0.0 if self.tilt is not None else self.problem.gradient_norm
         return (moved + 2 * self.tolerance) / self.problem.strength
 
     def bounded(self, work: BatchPass | None = None) -> Bounded:
-        """What a search finds."""
+        """The computed minimiser, and how far one record moves it."""
         return Bounded({NAME: self._found}, l2=self.l2)
 
     @cached_property
@@ -296,12 +337,12 @@ class PerturbedMinimiser:
 
 
 def _with_share(problem: PerturbationProblem, share: float) -> PerturbationProblem:
-    """The same problem for a share of ε and δ."""
+    """Return the same problem for a share of ε and δ."""
     return replace(problem, epsilon=share * problem.epsilon, delta=share * problem.delta)
 
 
 def _key(rng: Rng, budget: Budget | None) -> Rng:
-    """A key for one fit: two fits by one key must not share their noise."""
+    """Return a key for one fit: two fits with one key must not share their noise."""
     if budget is not None:
         refuse_reproducible(rng)
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)
@@ -317,9 +358,9 @@ def _released(
     budget: Budget | None,
     fingerprint: Fingerprint,
 ) -> Float64[Tensor, "classes width"]:
-    """The minimiser with noise, charged to the budget before it is released.
+    """Return the minimiser with noise, charged to the budget before it is released.
 
-    A search that fails is charged too: that it did may depend on a record.
+    A search that fails is charged too, because whether it fails may depend on a record.
     """
     require_one_process()
     problem = query.problem
@@ -335,6 +376,7 @@ def _released(
     if entry is not None:
         entry.reserve(1)
     try:
+        # The search runs before the release, so that its failure can be charged.
         query.bounded()
     except BaseException:
         if entry is not None:
@@ -352,5 +394,5 @@ def _require_short(rows: RowSource, problem: PerturbationProblem) -> None:
     if not longest <= (problem.row_norm * _UP) ** 2:
         raise Refused(
             f"expected rows of norm at most {problem.row_norm:.6g}, the bound that the noise is "
-            "for, got a longer one; make them by scaled_rows, and count in the intercept"
+            "for, got a longer one; make them by scaled_rows, and include the intercept"
         )

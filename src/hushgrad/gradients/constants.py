@@ -76,11 +76,15 @@ def constant(value: Value) -> Value:
 def unwrap_constants(batch: Batch) -> tuple[Batch, BatchStructure]:
     """Return the batch with its constants' values, as the loss gets it, and its structure.
 
-    Raises:
-        Refused: if it has anything but tensors, `None`, constants and containers of them.
+    Args:
+        batch: nested tensors and constants.
 
-    >>> unwrap_constants({"x": torch.zeros(1), "task": constant("sentiment")})[0]
-    {'x': tensor([0.]), 'task': 'sentiment'}
+    Raises:
+        Refused: if it contains anything but tensors, `None`, constants and containers of them.
+
+    Example:
+        >>> unwrap_constants({"x": torch.zeros(1), "task": constant("sentiment")})[0]
+        {'x': tensor([0.]), 'task': 'sentiment'}
     """
     return _open(batch, "batch")
 

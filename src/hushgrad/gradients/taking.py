@@ -88,16 +88,23 @@ def per_sample(
 def gradients_of(
     objective: Objective, batch: Batch, *, forms: tuple[Form, ...], capacity: int = 0
 ) -> AnyGradients:
-    """Take per-sample gradients of an objective: `per_sample` for whoever has one at hand.
+    """Take per-sample gradients of an objective; `per_sample` takes its parts instead.
 
-    Guarantees, arguments and refusals are those of `per_sample`.
+    Guarantees and refusals are those of `per_sample`.
 
-    >>> layer = nn.Linear(2, 1)
-    >>> params = dict(layer.named_parameters())
-    >>> objective = Objective(lambda x: layer(x).squeeze(1), params, (layer,))
-    >>> found = gradients_of(objective, torch.ones(3, 2), forms=auto)
-    >>> found.batch, found.form
-    (3, 'traced')
+    Args:
+        objective: the loss, with its parameters and modules.
+        batch: nested tensors whose first dimension counts the records.
+        forms: the forms to try, in this order.
+        capacity: a public number of records that batches seldom exceed.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> objective = Objective(lambda x: layer(x).squeeze(1), params, (layer,))
+        >>> found = gradients_of(objective, torch.ones(3, 2), forms=auto)
+        >>> found.batch, found.form
+        (3, 'traced')
     """
     require_one_process()
     check_parameters(objective.params)
@@ -132,15 +139,23 @@ def use_certificate(
     """Take gradients as certified, after the tests that are due.
 
     Args:
-        certificate: of this objective and the shapes of this batch, as `certificate_for` returns.
+        certificate: of this objective and the shapes of this batch, from `certificate_for`.
         objective: what gradients are taken of.
         batch: its records, without constants.
         capacity: as for `per_sample`.
-        fresh: the certificate was made for this batch, and needs no other test yet.
+        fresh: whether the certificate was made for this batch, and needs no other test yet.
 
     Returns:
-        The gradients, or None where the pass met a call that the certificate does not know. What
-        was drawn for it is then put back, so that the next way draws the same.
+        The gradients, or None where the pass met a call that the certificate does not cover. The
+        random state is then restored, so that another form draws the same numbers.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> loss, params = lambda x: layer(x).squeeze(1), dict(layer.named_parameters())
+        >>> certificate = certificate_for(loss, params, torch.ones(3, 2))
+        >>> objective = Objective(loss, params)
+        >>> use_certificate(certificate, objective, torch.ones(3, 2), fresh=True).batch
+        3
     """
     objective, before = _with_buffers_of(certificate, objective), torch.get_rng_state()
     gradients: AnyGradients | None = None
@@ -231,16 +246,26 @@ def certificate_for(
 ) -> Certificate:
     """Certify a loss without using the certificate: what `per_sample` does on the first batch.
 
-    Args and refusals are those of `per_sample`.
+    Args:
+        loss: maps a batch to one loss for each record.
+        params: the private parameters by name, as `dict(model.named_parameters())`.
+        batch: nested tensors whose first dimension counts the records.
+        form: one form, or several of which the first that can be certified is used.
+        modules: the modules that `loss` runs; their buffers are watched.
+        idle: names of parameters that may be on no path to the loss.
 
     Returns:
         The certificate: its `form`, the call `sites`, the `evidence`, and `why_not` for each form
-        that was tried in vain.
+        that could not be certified.
 
-    >>> layer = nn.Linear(2, 1)
-    >>> params = dict(layer.named_parameters())
-    >>> certificate_for(lambda x: layer(x).squeeze(1), params, torch.randn(4, 2)).form
-    traced
+    Raises:
+        Refused: if no form can be certified.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> certificate_for(lambda x: layer(x).squeeze(1), params, torch.randn(4, 2)).form
+        traced
     """
     require_one_process()
     check_parameters(params)
@@ -256,6 +281,10 @@ def forget_structure(params: Params) -> None:
 
     Args:
         params: the private parameters by name, as they are passed to `per_sample`.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> forget_structure(dict(layer.named_parameters()))
     """
     _structures.forget(params)
 

@@ -36,9 +36,18 @@ from hushgrad.types import Refused, Relation
 
 @dataclass(frozen=True)
 class Correlated:
-    """Gaussian noise that is mixed from the draws of several steps; made by `correlated`.
+    """Gaussian noise that is mixed from the draws of several steps; `correlated` makes it.
 
-    `strategy` is the matrix C that mixes it; None until `fitted` has chosen one for a run.
+    Args:
+        strategy: the matrix C that mixes it; None until `fitted` has chosen one for a run.
+        bands: the number of bands of C or C⁻¹; None to choose it from the sampling.
+        inverse: whether C⁻¹ is banded, not C.
+        workload: what becomes of a step's noise in later steps.
+
+    Example:
+        >>> from hushgrad.noise.strategy import banded
+        >>> correlated(banded([1.0, 0.5])).memory(3)
+        3
     """
 
     strategy: Strategy | None

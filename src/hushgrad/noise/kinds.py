@@ -47,12 +47,23 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one release.
+    """The noise of one release; `gaussian` and `laplace` make it.
 
-    `scale` is its size for a given bound on one record, `pair` makes two of its standard values
-    from two random words, and `event` is what adding it to such a sum is to an accountant. With a
-    `strategy` the standard values of past steps are mixed in, and a release has no event of its
-    own: `event` is that of no privacy, and the kind's `run_event` accounts for the run.
+    Args:
+        name: how reports name it.
+        noise_multiplier: the noise ÷ the bound on one record.
+        event: what adding it to a sum is to an accountant.
+        scale: maps a bounded sum to the size of the noise.
+        pair: makes two standard values from two random words.
+        strategy: the matrix by which the standard values of past steps are mixed in. A release then
+            has no event of its own: `event` is that of no privacy, and the kind's `run_event`
+                accounts
+            for the run.
+
+    Example:
+        >>> noise = gaussian(0.8)
+        >>> noise.scale(Bounded({}, l2=2.0))
+        1.6
     """
 
     name: str
@@ -71,10 +82,22 @@ class Noise:
 
 
 def gaussian(noise_multiplier: float) -> Noise:
-    """Gaussian noise of standard deviation σ times the sum's `l2`.
+    """Return Gaussian noise of standard deviation σ times the sum's `l2`.
 
-    σ is noise ÷ the bound on one record, under every relation. With σ = 0 nothing is private, and
-    the event says so.
+    Guarantees: a release is a Gaussian mechanism with noise multiplier σ, under every relation.
+    With σ = 0 nothing is private, and the event says so.
+
+    Args:
+        noise_multiplier: σ, noise ÷ the bound on one record.
+
+    Raises:
+        ValueError: if σ is negative, NaN or too large for float32.
+
+    Example:
+        >>> gaussian(0.8).event
+        GaussianDpEvent(noise_multiplier=0.8)
+
+    Reference: Dwork and Roth 2014, The Algorithmic Foundations of Differential Privacy, appendix A.
     """
     _require_multiplier(noise_multiplier)
     event = (
@@ -92,9 +115,22 @@ def gaussian(noise_multiplier: float) -> Noise:
 
 
 def laplace(noise_multiplier: float) -> Noise:
-    """Laplace noise of scale b = multiplier × the sum's `l1`; refused where no `l1` is stated.
+    """Return Laplace noise of scale b = multiplier × the sum's `l1`.
 
-    Scaled by a Euclidean bound it would not be private.
+    Guarantees: a release is a Laplace mechanism. A sum that states no `l1` is refused when it is
+    released: scaled by a Euclidean bound, the noise would not make it private.
+
+    Args:
+        noise_multiplier: b ÷ the bound on one record in the l1 norm.
+
+    Raises:
+        ValueError: if it is not positive, or too large for float32.
+
+    Example:
+        >>> laplace(2.0).scale(Bounded({}, l2=1.0, l1=3.0))
+        6.0
+
+    Reference: Dwork et al. 2006, Calibrating Noise to Sensitivity in Private Data Analysis.
     """
     _require_multiplier(noise_multiplier)
     if noise_multiplier == 0:
@@ -122,7 +158,15 @@ def _require_multiplier(value: float) -> None:
 
 @runtime_checkable
 class NoiseKind(Protocol):
-    """A kind of noise, as a plan holds it."""
+    """A kind of noise, as a plan holds it.
+
+    Contract: `run_event` covers every run that `check` allows, whose releases have the noise of
+    `at`.
+
+    Example:
+        >>> isinstance(Independent(laplace), NoiseKind)
+        True
+    """
 
     @property
     def name(self) -> str:
@@ -174,8 +218,12 @@ class NoiseKind(Protocol):
 class Independent:
     """Fresh noise at each step, by `gaussian` or `laplace`: the default of a plan.
 
-    >>> Independent().at(0.8)
-    gaussian(0.8)
+    Args:
+        make: maps a noise multiplier to the noise of one release.
+
+    Example:
+        >>> Independent().at(0.8)
+        gaussian(0.8)
     """
 
     make: Callable[[float], Noise] = gaussian

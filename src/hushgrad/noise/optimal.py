@@ -25,7 +25,18 @@ from hushgrad.noise.strategy import Column, Strategy, banded, banded_inverse
 class Workload:
     """What becomes of a step's sum in the parameters after it: SGD with a momentum of `beta`.
 
-    Toeplitz: after k more steps it has moved them by 1 + β + … + βᵏ times the learning rate.
+    It is Toeplitz: after k more steps the sum has moved them by 1 + β + … + βᵏ times the learning
+    rate.
+
+    Args:
+        beta: β, the heavy-ball momentum.
+
+    Raises:
+        ValueError: if β is not at least 0 and below 1.
+
+    Example:
+        >>> Workload(0.5).column(3).tolist()
+        [1.0, 1.5, 1.75]
     """
 
     beta: float = 0.0
@@ -58,7 +69,15 @@ prefix_sums = Workload()
 
 
 def momentum(beta: float) -> Workload:
-    """The workload of SGD with heavy-ball momentum β."""
+    """Return the workload of SGD with heavy-ball momentum β.
+
+    Args:
+        beta: β.
+
+    Example:
+        >>> momentum(0.9)
+        Workload(beta=0.9)
+    """
     return Workload(beta)
 
 
@@ -177,21 +196,37 @@ def best_cycle(
     run_event: Callable[[int, DpEvent], DpEvent],
     workload: Workload = prefix_sums,
 ) -> tuple[int, float]:
-    """The number of groups whose run has the least error at equal privacy.
+    """Return the number of groups whose run has the least error at equal privacy.
 
-    More groups allow more bands, which take back more of the noise, and leave less to sampling,
-    so that more noise is needed. Powers of two are tried, up to 1 / rate.
+    More groups allow more bands, which take back more of the noise, but leave less to sampling, so
+    that more noise is needed. Powers of two are tried, up to 1 / rate.
 
     Args:
         rate: the expected batch ÷ the number of records (q).
         num_steps: the number of steps (T).
-        noise_for: the least noise multiplier at which a run keeps its (ε, δ), given the run's
-            event as a function of the multiplier.
-        run_event: a cycle and a Gaussian event, to the event of a run with so many groups.
+        noise_for: maps a run's event, as a function of the noise multiplier, to the least
+            multiplier at which the run keeps its (ε, δ).
+        run_event: maps a cycle and a Gaussian event to the event of a run with so many groups.
         workload: what becomes of a step's noise in later steps.
 
     Returns:
         The cycle (b), and its root mean square error times its noise multiplier.
+
+    Example:
+        >>> from hushgrad.accounting import RDP, Target, least_noise
+        >>> from hushgrad.sampling import CyclicPoisson
+        >>> from hushgrad.types import Relation
+        >>> target = Target(2.0, 1e-5, Relation.ADD_REMOVE, RDP)
+        >>> cycle, error = best_cycle(
+        ...     0.25,
+        ...     4,
+        ...     noise_for=lambda run: least_noise(run, target)[0],
+        ...     run_event=lambda cycle, event: CyclicPoisson(0.25, cycle).run_event(
+        ...         event, num_records=1000, num_steps=4
+        ...     ),
+        ... )
+        >>> cycle  # over so few steps sampling hides more than bands take back
+        1
     """
     found: dict[int, float] = {}
     cycle = 1

@@ -145,10 +145,17 @@ def _require_same_run(past: list[bytes], *, rng: Rng, step: int, what: str) -> N
 
 
 def grid(scale: float) -> float:
-    """The step Δ of the grid that releases with noise of this scale lie on.
+    """Return the step Δ of the grid that contains all releases with noise of this scale.
 
-    >>> grid(1.0) == 2.0**-14 and grid(1.9) == 2.0**-14 and grid(2.0) == 2.0**-13
-    True
+    Args:
+        scale: the noise's standard deviation, or the scale of Laplace noise.
+
+    Raises:
+        Refused: if float64 cannot represent such a grid.
+
+    Example:
+        >>> grid(1.0) == 2.0**-14 and grid(1.9) == 2.0**-14 and grid(2.0) == 2.0**-13
+        True
     """
     if not 2.0**-500 < scale < 2.0**500:
         raise Refused(

@@ -31,8 +31,18 @@ Column = Float64[ndarray, "_"]
 class Strategy:
     """A lower-triangular Toeplitz matrix C, which has few bands, or whose inverse has.
 
-    `coefficients` are the first column of C, or of C⁻¹ where `inverse` is true; all others in it
-    are 0. Make one by `banded` or `banded_inverse`.
+    Make one by `banded` or `banded_inverse`.
+
+    Args:
+        coefficients: the first entries of the first column of C, or of C⁻¹; all others in it are 0.
+        inverse: whether they are those of C⁻¹.
+
+    Raises:
+        ValueError: if a coefficient is not finite, or the first is not positive.
+
+    Example:
+        >>> Strategy((1.0, 0.5)).column(3).tolist()
+        [1.0, 0.5, 0.0]
     """
 
     coefficients: tuple[float, ...]

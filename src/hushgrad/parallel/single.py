@@ -47,6 +47,7 @@ def _ranks() -> int:
         return int(distributed.get_world_size())
     # Processes of torchrun before init_process_group; no other launcher sets TORCHELASTIC_RUN_ID.
     started = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    # Not a number: not torchrun's.
     return int(started) if started.isdecimal() else 1
 
 
@@ -115,8 +116,8 @@ def refuse_accumulator_hooks(params: Params) -> None:
             )
         if _is_held(p):
             held[id(p)] = name
-    # A graph that is kept also keeps accumulators alive, which is allowed. So search for DDP
-    # objects, which takes a tenth of a second.
+    # A graph that is still in use also keeps accumulators alive, which is allowed. So search for
+    # DDP objects, which takes a tenth of a second.
     for reducer in _reducers() if held else ():
         for p in reducer.parameters():
             if id(p) in held:

@@ -1,4 +1,4 @@
-"""What a run asks of its arguments, before it starts and at each step; most of it is public."""
+"""What a run checks of its arguments, before it starts and at each step; most of it is public."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REFUSED_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+# One record must hardly be able to trigger the warning, so the margin is wide.
 _FAR_OFF = 0.1  # of the planned number
 
 
 def needs_rng(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a call without `rng`, which has no default, say what to pass."""
+    """Make a call without `rng`, which has no default, say what to pass."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,7 +68,7 @@ def require_folder_allowed(plan: Plan, folder: object) -> None:
 
 
 def loader_of(data: Any, plan: Plan) -> Loader | None:
-    """What loads the records; None with a `Stated` sampling, which does so itself."""
+    """Return what loads the records; None with a `Stated` sampling, which has its own loader."""
     if plan.sampling.loader is not None:
         if data is not None:
             raise ValueError(
@@ -83,10 +84,10 @@ def loader_of(data: Any, plan: Plan) -> Loader | None:
 def _compare_records(found: int, plan: Plan) -> None:
     """Compare the number of records with the plan's.
 
-    Where a record may be added or removed, their number is private. The guarantee holds for any,
-    so a number that is far off is a mistake worth a warning, and one that is near is not looked at
-    more closely: a warning that one record can bring about would tell of it. Where data sets of
-    one size are compared the number is public, and a wrong one changes what the plan costs.
+    Where a record may be added or removed, the number is private. The guarantee holds for any
+    number, so a warning is given only if it is far off: a precise warning, which one record could
+    trigger, would reveal that record. Otherwise the number is public, and a wrong one changes the
+    plan's cost.
     """
     if plan.relation is not Relation.ADD_REMOVE:
         if found != plan.records:
@@ -105,23 +106,25 @@ def _compare_records(found: int, plan: Plan) -> None:
 
 
 def batches_of(loader: Loader | None, plan: Plan, rng: Rng) -> Callable[[range], Iterator[Batch]]:
-    """The batches of a range of steps, drawn as the plan accounts for them."""
+    """Return the batches of a range of steps, drawn as the plan accounts for them."""
     sampling = plan.sampling
     if isinstance(sampling, Stated):
         return lambda steps: sampling.batches(num_records=plan.records, steps=steps)
     assert isinstance(sampling, Scheme) and loader is not None
+    # Drawn step by step only where an algorithm's steps sample differently.
     alike = all(stage.sampling == sampling for stage, _ in plan.stages)
     scheme: Draws = sampling if alike else Scheduled(plan.stage, sampling)
     return lambda steps: loader.batches(scheme, num_records=plan.records, steps=steps, rng=rng)
 
 
 def trainable(model: nn.Module) -> Params:
-    """The parameters that a run trains, by name."""
+    """Return the parameters that a run trains, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def require_same_parameters(model: nn.Module, params: Params) -> None:
-    """Refuse a model that has other trainable parameters than the run started with."""
+    """Refuse a model that has other trainable parameters than when the run started."""
+    # Compared by identity: the run takes gradients of the tensors that it started with.
     now = trainable(model)
     if {n: id(p) for n, p in now.items()} != {n: id(p) for n, p in params.items()}:
         changed = sorted(now.keys() ^ params.keys())
@@ -133,7 +136,7 @@ def require_same_parameters(model: nn.Module, params: Params) -> None:
 
 
 def require_watched(watch: Mapping[str, Any], metrics: Metrics | None) -> None:
-    """Refuse a step that watches something else than the plan's metrics say."""
+    """Refuse a step that watches anything but the plan's metrics."""
     expected = metrics.watched if metrics else ()
     if set(watch) != set(expected):
         remedy = (

@@ -1,9 +1,9 @@
-"""What a run must not forget: its entry in a ledger, and its key.
+"""A run's entry in a ledger, and its key: what must survive a crash.
 
 The protocol is written down in docs/ledger.md.
 
-Steps are entered, and the digest of each release is noted, before the release is used. So a run
-that was killed can tell a replay, which costs nothing, from a second release, which is charged.
+Steps are entered, and the digest of each release is recorded, before the release is used. So a
+resumed run can tell a replay, which costs nothing, from a second release, which is charged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hushgrad.run.plan import Plan
 from hushgrad.types import Refused, Relation
 
 AHEAD = 64
-"""How many steps are entered at once: what a power cut can over-count by."""
+"""How many steps are entered at once, and so the most that a crash can over-count."""
 
 
 class Books:
-    """A run's entry in a ledger, and what of its steps may have been released before.
+    """A run's entry in a ledger, and which of its steps may have been released before.
 
     Guarantees: a step is entered durably before its release is used. A step that was released
-    before, with the same key and another sum, is charged before it is released again.
+    before with the same key, but with another sum, is charged before it is released again.
     """
 
     def __init__(self, entry: Entry, plan: Plan, *, replayed: int = 0) -> None:
@@ -46,14 +46,18 @@ class Books:
             self._entered = ahead
 
     def released(self, step: int, digest: bytes) -> None:
-        """Enter a release before it is used; charge it if it is another one of a step's batch."""
+        """Enter a release before it is used, and charge it if it is a second release of a step's
+        batch.
+        """
         self.drawn(step)
+        # Only steps below `_replayed` can have been released with this key before.
         known = self.entry.digests(step) if step < self._replayed else []
         if known and digest not in known:
+            # Later steps start from another iterate now, so all of them will differ, too.
             times = [len(self.entry.digests(s)) for s in range(step, self._replayed)]
             again = [step + k for k, n in enumerate(times) if n > 0]
             event = self._plan.released_again(again, times=1 + max(times))
-            reason = f"{len(again)} steps from {step} on came out otherwise, and count again"
+            reason = f"{len(again)} steps from {step} on released other sums, and count again"
             self.entry.charge(spend(self._plan, event), reason=reason)
             self._replayed = step
         self.entry.note(step, digest)
@@ -65,12 +69,12 @@ def spend(plan: Plan, event: DpEvent) -> Spend:
 
 
 def own_ledger(folder: Path) -> Path:
-    """Where a run keeps a ledger of its own, if it has no budget."""
+    """Return the path of a run's own ledger, which it has if it has no budget."""
     return folder / "ledger.sqlite"
 
 
 def own_budget(folder: Path, relation: Relation) -> Budget:
-    """A ledger for one run, without a limit, in the run's own folder."""
+    """Return the account of a single run, without a limit, in the ledger in its folder."""
     ledger = Ledger(own_ledger(folder))
     if "run" in ledger.names:
         return ledger.budget("run")
@@ -78,7 +82,7 @@ def own_budget(folder: Path, relation: Relation) -> Budget:
 
 
 def kept_budget(folder: Path) -> Budget:
-    """The ledger of the run in this folder, which has been made before."""
+    """Return the account of the run in this folder, from the ledger that it made earlier."""
     path = own_ledger(folder)
     if not path.exists():
         raise Refused(
@@ -99,13 +103,21 @@ def resumed_charging(
     fingerprint: str,
     check: Callable[[], None],
 ) -> Books:
-    """Take a run over that goes on from a checkpoint at `step`, and charge what that costs.
+    """Take over a run that resumes from a checkpoint at `step`, and charge what that costs.
 
-    A `replay` draws the batches that were drawn before, and each step pays if it comes out
-    otherwise. Without the key, or on other data, other batches are drawn: every step since the
-    checkpoint that may have been released is then released a second time. Those are the steps
-    below `upto`, or where that is None, those that the ledger knows of. `check` is called while
-    nobody else can charge or settle the run, and may refuse.
+    A `replay` draws the same batches as before, and a step costs only if its release differs.
+    Without the key, or on other data, other batches are drawn: every step since the checkpoint that
+    may have been released is then released a second time.
+
+    Args:
+        account: the account that the run was charged to.
+        identity: the run's entry in it.
+        plan: the run's plan.
+        step: the step of the checkpoint.
+        replay: whether the same batches are drawn again.
+        upto: the first step that cannot have been released; None to ask the ledger.
+        fingerprint: the digest of the data.
+        check: called while nobody else can charge or settle the run; it may refuse.
     """
 
     def charge(row: RunRow) -> tuple[Spend, str] | None:
@@ -114,12 +126,13 @@ def resumed_charging(
             return None
         if row.settled is not None:
             raise settled_refusal(
-                row, "other batches than it has drawn, for want of its key or its data"
+                row, "other batches than it drew before, since its key or its data is missing"
             )
+        # Another copy of the ledger may know more steps: then all of them may be released.
         again = list(range(step, row.position if upto is None else upto))
         turns = plan.sampling.participation
         if plan.sampling.epoch(plan.records) or (turns is not None and turns.cycle > 1):
-            again.append(step)  # an epoch or a cycle begins anew: a record may come once more
+            again.append(step)  # an epoch or a cycle begins again: a record may come once more
         if not again:
             return None
         event = plan.released_again(again, times=1)
@@ -134,6 +147,7 @@ def destroy(path: Path) -> None:
     """Overwrite a key and remove its file."""
     if path.exists():
         with path.open("r+b") as file:
+            # Overwritten before it is removed: a removed file can often be restored.
             file.write(bytes(path.stat().st_size))
             file.flush()
             os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Checkpoints: nested state to one file and back, without pickle.
 
-A file holds tensors in the safetensors format, one of them the JSON of everything else. Its header
-has a digest of the whole file, which is compared before anything in it is read. Opening a file runs
-no code of whoever wrote it.
+A file holds tensors in the safetensors format, one of which is the JSON of everything else. Its
+header contains a digest of the whole file, which is checked before anything else is read. Opening a
+file runs no code from it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ Contents = Mapping[str, Any]
 
 
 def write(path: Path, state: Contents) -> None:
-    """Write the state to a file, whole or not at all: an older one stays until the end."""
+    """Write the state to a file, entirely or not at all: an older file stays until the new one is
+    complete.
+    """
     tensors: dict[str, Tensor] = {}
+    # JSON instead of pickle: loading a pickle can run any code.
     tree = json.dumps(_packed(state, _TREE, tensors)).encode()
     tensors[_TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
     data = save(tensors, metadata={"hushgrad": str(_VERSION), "digest": _BLANK.decode()})
@@ -54,6 +57,7 @@ def read(path: Path) -> dict[str, Any]:
             "a run"
         ) from error
     place = _digest_at(data)
+    # Compared before the JSON is parsed, so that damage is never interpreted.
     if place < 0 or data[place : place + len(_BLANK)] != _digest(data, place):
         raise Refused(
             f"expected a checkpoint in {path}, got a file that is damaged or of another kind; put "
@@ -72,11 +76,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def stamp(path: Path) -> bytes:
-    """What tells a checkpoint from the next in its place; empty if there is none."""
+    """Return what distinguishes a checkpoint from the next at the same path; empty if there is
+    none.
+    """
     if not path.exists():
         return b""
     with path.open("rb") as file:
         start = file.read(8)
+        # Only the header: a checkpoint can be as large as the model.
         header = start + file.read(min(_header_size(start), path.stat().st_size))
     place = _digest_at(header)
     return header[place : place + len(_BLANK)]
@@ -87,13 +94,13 @@ def _header_size(data: bytes) -> int:
 
 
 def _digest_at(data: bytes) -> int:
-    """Where a file's digest is; -1 if it has none."""
+    """Return where a file's digest is; -1 if it has none."""
     found = data.find(_MARK, 8, 8 + min(len(data), _header_size(data)))
     return found if found < 0 else found + len(_MARK)
 
 
 def _digest(data: bytes, place: int) -> bytes:
-    """The digest of all of a file but the digest itself."""
+    """Return the digest of all of a file except the digest itself."""
     found, view = hashlib.blake2b(digest_size=32), memoryview(data)
     for part in (view[:place], _BLANK, view[place + len(_BLANK) :]):
         found.update(part)
@@ -101,11 +108,14 @@ def _digest(data: bytes, place: int) -> bytes:
 
 
 def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for a value, its tensors put aside; containers are tagged, as JSON keeps no types."""
+    """Return JSON for a value, collecting its tensors; containers are tagged, as JSON keeps no
+    types.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
+            # Names by number: keys of a state dict need not be strings.
             name = str(len(tensors))
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {"tensor": name}

@@ -1,7 +1,7 @@
-"""The batch that a run has drawn: nothing else may be handed to its step.
+"""The batch that a run has drawn: its step accepts nothing else.
 
-A batch that was changed on the way could have become anything, a single record many times over,
-say. Of a transformation in the loss it is tested that each record is treated by itself.
+A batch that was changed on the way could be anything, such as one record many times over. A
+transformation inside the loss is tested to treat each record by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hushgrad.types import Batch, Refused
 
 
 class DrawnBatch:
-    """The tensors of a batch as they were drawn, by which to know them again."""
+    """The tensors of a batch as they were drawn, to recognise them by."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self._size, self._tensors = batch, count(batch), tensors(batch)
@@ -28,17 +28,19 @@ class DrawnBatch:
         return digests({str(i): x for i, x in enumerate(self._tensors)})
 
     def require(self, batch: Batch) -> None:
-        """Refuse a batch that has any tensor which is not one of these, record by record.
+        """Refuse a batch with any tensor that is not one of these, record by record.
 
-        A tensor may have been moved to another device or dtype, and it may be a view that has each
-        record's entries in the record's own place, in another shape or order, or some of them.
+        A tensor may be on another device or of another dtype. It may be a view that has each
+        record's entries in the record's own place: in another shape or order, or some of them.
         """
+        # Written to in place: the batch would pass as the one drawn, with other values.
         if self._now() != self._digests:
             raise Refused(
                 "expected the batch as it was drawn, got one that was written to; change a copy of "
                 f"each record {_WHERE}"
             )
         handed = tensors(batch)
+        # An empty batch has no rows to compare, and no record to protect.
         if self._size == 0 and all(x.dim() and len(x) == 0 for x in handed):
             return
         if not handed or not all(any(_is_of(x, own) for own in self._tensors) for x in handed):
@@ -63,6 +65,7 @@ def _is_of(x: Tensor, own: Tensor) -> bool:
         return False
     if x.device == own.device and _address(x) == _address(own) and _is_view_by_record(x, own):
         return True
+    # A view of a converted copy: compare the whole copy, then its rows.
     whole = x if x._base is None else x._base
     if not _has_same_rows(whole, own):
         return _has_same_rows(x, own)
@@ -74,7 +77,9 @@ def _address(x: Tensor) -> int:
 
 
 def _is_view_by_record(x: Tensor, whole: Tensor) -> bool:
-    """Are all entries of each record of x in the memory of the same record of `whole`?"""
+    """Return whether all entries of each record of x are in the memory of the same record of
+    `whole`.
+    """
     if x.dtype != whole.dtype or len(x) != len(whole):
         return False
     first, extent = x.storage_offset() - whole.storage_offset(), _extent(whole)
@@ -84,19 +89,19 @@ def _is_view_by_record(x: Tensor, whole: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> int:
-    """How far a record's first and last entry are apart in memory, both counted."""
+    """Return the distance in memory from a record's first entry to its last, both counted."""
     return 1 + sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 
 def _has_same_rows(x: Tensor, own: Tensor) -> bool:
-    """Has each record of x the entries of the same record, rounded to its dtype?"""
+    """Return whether each record of x has the entries of the same record, rounded to its dtype."""
     if x.dim() == 0 or len(x) != len(own) or x.numel() != own.numel():
         return False
     moved = own.to(x.device, x.dtype)
     width = math.prod(x.shape[1:])
     if same_bits(x.reshape(len(x), width), moved.reshape(len(x), width)):
         return True
-    # The order of memory stays where axes were turned before the dtype changed.
+    # The order in memory is the same where axes were permuted before the dtype changed.
     return (
         _is_row_by_row(x)
         and _is_row_by_row(moved)
@@ -105,6 +110,6 @@ def _has_same_rows(x: Tensor, own: Tensor) -> bool:
 
 
 def _is_row_by_row(x: Tensor) -> bool:
-    """Do records follow one another in memory, without gaps?"""
+    """Return whether records follow one another in memory, without gaps."""
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense(x)
     return dense and x.stride(0) == math.prod(x.shape[1:])

@@ -38,8 +38,18 @@ _UNIT = 2**20  # a value is counted in whole units of 2⁻²⁰, so that sums ar
 class Evaluation:
     """Noisy averages by name, and what they cost.
 
-    `standard_error` is that of the noise, the same for each. An average may lie outside 0 to 1;
-    it is then closest to the end that it passed.
+    An average may lie outside of 0 to 1, because of its noise; the end that it passed is then the
+    best estimate.
+
+    Args:
+        values: the averages by name.
+        standard_error: the standard deviation of the noise in each average.
+        epsilon: ε of the release; infinite with a reproducible key.
+        delta: δ of the release.
+
+    Example:
+        >>> Evaluation({"accuracy": 0.93}, standard_error=0.01, epsilon=1.0, delta=1e-5).values
+        {'accuracy': 0.93}
     """
 
     values: dict[str, float]
@@ -64,27 +74,60 @@ def evaluate(
     modules: Sequence[nn.Module] = (),
     chunk: int = 256,
 ) -> Evaluation:
-    """Average each of `values` over private held-out data, as one release with Gaussian noise.
+    """Average values of private held-out records, in one release with Gaussian noise.
 
-    A function of `values` maps a batch to one value for each record, which is clamped to 0 to 1,
-    nan to 0; put the model into eval mode first. Sums are divided by the public `records`, whatever
-    the data's length. The noise is `noise_multiplier`, or the least that costs `epsilon`. The
-    release is charged to `budget` before it is made. Pass the `modules` that the functions call.
+    Put the model into eval mode first.
 
-    Assumes: a record's values depend on that record alone. It is tested on the first `chunk`
-    records, cut by position as all others are, and not proved.
+    Guarantees: the release is (ε, δ)-differentially private for the records of `data`. One record
+    moves the sum of k values by at most √k, and by √k/2 where it is replaced: ½ is then subtracted
+    from each value and added again after the release, once for each record, whose number is public.
+    Values are rounded to multiples of 2⁻²⁰ and added as integers, so rounding adds nothing to these
+    bounds.
 
-    Guarantees: one record moves the sum of k values by at most √k, also where it is replaced: ½ is
-    taken off each value then, so that the bound on one record is √k/2, and added again to what was
-    released, for as many records as there are, which all neighbours have. `noise_multiplier` is
-    noise ÷ the bound on one record. Values are rounded to multiples of 2⁻²⁰ and added as whole
-    numbers, so no rounding adds to that.
+    Assumes: a record's values depend on that record alone. This is tested on the first `chunk`
+    records, and not proved.
+
+    Args:
+        values: functions by name; each maps a batch to one value for each record, which is clamped
+            to 0 to 1. NaN counts as 0.
+        data: the records, in any form that `train` accepts.
+        records: the public number by which the sums are divided.
+        delta: δ of the release.
+        rng: the key of the noise: `hg.Rng.from_os()`.
+        epsilon: ε, for which the least noise is chosen. Pass this or `noise_multiplier`.
+        noise_multiplier: σ, noise ÷ the bound on one record.
+        budget: the account that is charged before the release is made.
+        relation: what makes two data sets neighbours.
+        accountant: what computes ε.
+        modules: the modules that the functions call.
+        chunk: how many records are processed at once.
+
+    Returns:
+        The averages, the noise in them, and what they cost.
+
+    Raises:
+        ValueError: if an argument is out of range.
+        Refused: if records influence each other's values, or `budget` cannot pay.
+
+    Example:
+        >>> data = torch.rand(1000, 1)
+        >>> found = evaluate(
+        ...     {"large": lambda x: (x[:, 0] > 0.5).float()},
+        ...     data,
+        ...     records=1000,
+        ...     delta=1e-5,
+        ...     epsilon=1.0,
+        ...     rng=Rng.from_os(),
+        ... )
+        >>> round(found.epsilon, 2), found.standard_error < 0.01
+        (1.0, True)
     """
     require_one_process()
     refuse_wrapped(modules)
     _require(values, records=records, chunk=chunk)
     require_delta(delta)
     require_proof(accountant)
+    # Arguments are checked before the budget is charged.
     noise, spent = _noise(epsilon, noise_multiplier, delta, relation, accountant)
     loader = data if isinstance(data, Loader) else Loader(data)
     entry = None
@@ -99,7 +142,7 @@ def evaluate(
             entry.settle(steps=0, event=None)  # nothing was released
         raise
     if entry is not None:
-        entry.reserve(1)
+        entry.reserve(1)  # durably, before the release: a crash must not make it free
     # Two evaluations by one key must not share their noise.
     fresh = () if rng.reproducible else (secrets.token_bytes(16),)
     released = release_once(query, noise, rng=rng.derive("evaluation", *fresh))
@@ -110,6 +153,7 @@ def evaluate(
     return Evaluation(
         values=dict(zip(values, averages, strict=True)),
         standard_error=scale / records,
+        # With a public seed anyone can subtract the noise.
         epsilon=math.inf if rng.reproducible else spent,
         delta=delta,
     )
@@ -132,7 +176,7 @@ def _noise(
     relation: Relation,
     accountant: Accountant,
 ) -> tuple[Noise, float]:
-    """The noise, and the ε that it costs."""
+    """Return the noise, and the ε that it costs."""
     if (epsilon is None) == (noise_multiplier is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"expected either epsilon or noise_multiplier, got {given}; give one")
@@ -160,8 +204,9 @@ def _opened(
 class RecordValueSums:
     """The sum of each of several functions of a record, over all records of a loader.
 
-    What a function returns is clamped to 0 to 1. Under replace-one ½ is taken off each value, and
-    `taken_off` is what that comes to in each sum: all neighbours have as many records.
+    Values are clamped to 0 to 1. Under replace-one ½ is subtracted from each value; `taken_off` is
+    the total of that in each sum, which is public, because all neighbours have equally many
+    records.
     """
 
     functions: tuple[RecordValues, ...]
@@ -172,7 +217,7 @@ class RecordValueSums:
     of_each_record: ClassVar[bool] = False
 
     def bounded(self, work: BatchPass | None = None) -> Bounded:
-        """The sums, in whole units, and √k for k functions, or half of it where ½ is taken off."""
+        """The sums in whole units, and √k for k functions, half of that where ½ is subtracted."""
         total, _ = self._sums
         l2 = _bound(len(self.functions), self.relation)
         return Bounded({"values": total.double() / _UNIT}, l2=l2)
@@ -183,18 +228,19 @@ class RecordValueSums:
 
     @property
     def taken_off(self) -> float:
-        """What was taken off each sum."""
+        """What was subtracted from each sum in total."""
         return self._sums[1]
 
     @cached_property
     def _sums(self) -> tuple[Int64[Tensor, " k"], float]:
         total = torch.zeros(len(self.functions), dtype=torch.int64)
         middle, records = _UNIT // 2 if _centred(self.relation) else 0, 0
-        # How far the random state moves would tell the number of records.
+        # How far the random state advances would reveal the number of records.
         with torch.random.fork_rng():
             for place, batch in enumerate(_chunks(self.loader, self.chunk)):
                 for k, function in enumerate(self.functions):
                     found = observe(function, batch, modules=self.modules, test=place == 0)
+                    # Rounded to whole units: integer sums are exact in any order.
                     clamped = torch.nan_to_num(found, nan=0.0).clamp(0, 1)
                     total[k] += ((clamped * _UNIT).round().long() - middle).sum().cpu()
                 records += count(batch)
@@ -209,12 +255,12 @@ def _chunks(loader: Loader, chunk: int) -> Iterator[Batch]:
 
 
 def _centred(relation: Relation) -> bool:
-    """Whether the number of records is the same for all neighbours, and none of them is absent."""
+    """Return whether all neighbours have equally many records, none of them absent."""
     return relation is Relation.REPLACE_ONE
 
 
 def _bound(k: int, relation: Relation) -> float:
-    """√k for k values from 0 to 1, and half of it for as many from -½ to ½; not rounded down."""
+    """Return √k for k values from 0 to 1, half of that if they are centred; never rounded down."""
     root = math.sqrt(k)
     whole = math.nextafter(root, math.inf) if math.isqrt(k) ** 2 != k else root
     return whole / 2 if _centred(relation) else whole

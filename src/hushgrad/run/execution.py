@@ -31,18 +31,20 @@ from hushgrad.gradients import (
 from hushgrad.types import Batch, Loss, Params
 
 LARGEST_MICRO_BATCH = LARGEST_PIECE + 256
-"""Records worked on at once unless fewer are asked for: eight standard deviations above a piece."""
+"""The default number of records processed at once: eight standard deviations above a piece."""
 
 
 @runtime_checkable
 class ClosedForm(Protocol):
-    """A loss that knows its own per-sample gradients, and needs neither autograd nor a proof."""
+    """A loss that computes its own per-sample gradients, without autograd and without a
+    certificate.
+    """
 
     def __call__(self, batch: Batch) -> Tensor:
-        """One loss for each record."""
+        """Return one loss for each record."""
 
     def per_sample(self, params: Params, batch: Batch) -> Gradients:
-        """As `gradients.per_sample` would return them, with the same promises."""
+        """Return what `gradients.per_sample` would, with the same guarantees."""
 
 
 class MicroBatch(NamedTuple):
@@ -54,20 +56,32 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """The form of per-sample gradients, and how many records are worked on at once.
+    """How gradients are computed: by which form, on how many records at once, and at which scale.
 
-    With `compile` the fast form is recorded and compiled by `torch.compile`; where it cannot be, a
-    line in the log says why, and `form` is taken as it is.
+    Guarantees: it changes speed and memory, never the guarantee of a run.
 
-    Without `micro_batch` at most 1280 records are worked on at once; a loss of K views takes a Kth
-    of that, so that it needs no more memory. `loss_scale`, a
-    power of two, multiplies the losses on their way back and is divided out before norms are taken,
-    for gradients that float16 would round to zero. It is public: one that reacts to overflows, as
-    a GradScaler's does, would tell of records.
+    Args:
+        form: the form of per-sample gradients, or several to try in turn; `auto` chooses.
+        micro_batch: the largest number of records processed at once; 1280 by default. A loss of K
+            views processes a Kth of that, so that it needs no more memory.
+        compile: whether to compile the fast form by `torch.compile`. Where that is impossible a
+            line in the log says why, and `form` is used as it is.
+        loss_scale: a power of two that multiplies the losses before the backward pass and is
+            divided out before norms are taken, for gradients that float16 would round to zero. It
+            is fixed and
+            public: a scale that reacts to overflows, as a GradScaler's does, would reveal records.
+        idle: patterns such as "experts.*" for the names of parameters that only some records reach.
+            Where no record of a batch reaches them, they get zero plus noise. Without a pattern, a
+            parameter that certification finds on no path to the loss is refused, since it may have
+            been forgotten.
 
-    `idle` are patterns, such as "experts.*", of the names of parameters that only some records
-    reach. What no record of a batch reaches gets zero plus noise. Without them a parameter that
-    certification finds on no path to the loss is refused, since it may have been forgotten.
+    Raises:
+        ValueError: if `loss_scale` is not a power of two, `micro_batch` is below 1, or `idle` is a
+            string.
+
+    Example:
+        >>> Execution(micro_batch=64, loss_scale=2.0**10).micro_batch
+        64
     """
 
     form: Form | Sequence[Form] = auto
@@ -91,21 +105,21 @@ class Execution:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The forms to try, in turn."""
+        """The forms to try, in this order."""
         forms = (self.form,) if isinstance(self.form, Form) else tuple(self.form)
         return (compiled, *forms) if self.compile else forms
 
     def objective(self, loss: Loss, params: Params, modules: Sequence[nn.Module] = ()) -> Objective:
-        """A loss with its parameters and modules, and what this execution says of them."""
+        """Combine a loss with its parameters and modules, and with the idle parameters."""
         idle = frozenset(self._idle_of(params)) if self.idle else frozenset()
         return Objective(loss, params, tuple(modules), idle)
 
     def taker(
         self, objective: Objective, batch: Batch, capacity: int = 0
     ) -> Callable[[], AnyGradients]:
-        """What takes the per-sample gradients of one micro-batch; a loss may have them itself."""
+        """Return a function that computes the per-sample gradients of one micro-batch."""
         loss = objective.loss
-        # Asked of the attribute first: of a protocol alone the answer takes longer than a sum.
+        # The attribute first: an isinstance check of a protocol takes longer than a small sum.
         if hasattr(loss, "per_sample") and isinstance(loss, ClosedForm) and count(batch):
             return partial(loss.per_sample, objective.params, batch)
         if self.loss_scale != 1:
@@ -113,7 +127,7 @@ class Execution:
         return partial(gradients_of, objective, batch, forms=self.forms, capacity=capacity)
 
     def _scaled(self, objective: Objective, batch: Batch, capacity: int) -> AnyGradients:
-        """The gradients of the scaled loss, with the scale divided out."""
+        """Return the gradients of the scaled loss, with the scale divided out."""
         loss, scale = objective.loss, self.loss_scale
         large = replace(objective, loss=lambda part: scale * loss(part), foreseen=None)
         found = gradients_of(large, batch, forms=self.forms, capacity=capacity)
@@ -129,10 +143,10 @@ class Execution:
         return [n for n in params if any(fnmatch.fnmatchcase(n, x) for x in self.idle)]
 
     def capacity(self, expected: float, *, rows: int = 1) -> int:
-        """The size of the largest micro-batches, where batches have this expected size.
+        """Return the size of the largest micro-batches, where batches have this expected size.
 
-        A Poisson batch is larger once in 30 000 times: four standard deviations are added, by
-        the public expectation alone.
+        A Poisson batch exceeds its expected size by four standard deviations once in 30 000 times.
+        The size follows from the public expectation alone.
         """
         each = piece_size(expected)
         return min(math.ceil(each + 4 * math.sqrt(each)), self._largest(rows))
@@ -148,13 +162,13 @@ class Execution:
         rows: int = 1,
         pieces: Pieces | None = None,
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of a batch whose records take `rows` rows; an empty one is one part.
+        """Yield the micro-batches of a batch whose records take `rows` rows; an empty batch is one.
 
-        Each is part of one piece. While the caller works on any but the first, the modules'
-        buffers are held: a buffer that counts passes would otherwise tell how many records there
-        were.
+        Each micro-batch is part of one piece. From the second one on the modules' buffers are
+        restored after it: a buffer that counts passes would otherwise reveal the number of records.
         """
         most = self._largest(rows)
+        # The proof of rounding covers a limited number of partial sums.
         if pieces is not None:
             pieces.require_few_sums(most)
         first = True
@@ -163,6 +177,7 @@ class Execution:
             for start in range(0, max(size, 1), most):
                 stop = min(start + most, size)
                 part = piece if stop - start == size else cut(piece, start, stop)
+                # Only one of a batch's passes may advance the buffers.
                 with nullcontext() if first else restored({}, modules):
                     yield MicroBatch(part, (stop - start) / size if size else 1.0)
                 first = False
@@ -179,16 +194,44 @@ def _pieces(batch: Batch, pieces: Pieces | None) -> Iterator[Batch]:
 def fitting_micro_batch(
     loss: Loss, params: Params, batch: Batch, *, memory: int, modules: Sequence[nn.Module] = ()
 ) -> int:
-    """The largest micro-batch whose activations and factors fit into `memory` bytes.
+    """Find the largest micro-batch whose activations and factors fit into `memory` bytes.
 
-    Measured, not modelled: what two small passes keep for their backward pass and hold as
-    factors, and how it grows from one to the other.
+    It is measured: two small passes show what is kept for the backward pass and as factors, and how
+    that grows with the number of records. The size depends on the shapes of the records given here,
+    so measure on public or synthetic ones.
+
+    Args:
+        loss: maps a batch to one loss for each record.
+        params: the private parameters by name.
+        batch: records to measure with; a few are enough, since they are repeated.
+        memory: the number of bytes.
+        modules: the modules that the loss calls.
+
+    Returns:
+        The number of records, for `Execution(micro_batch=...)`.
+
+    Raises:
+        ValueError: if the batch is empty, or the memory is too small for the smallest micro-batch.
+
+    Example:
+        >>> layer = nn.Linear(100, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> size = fitting_micro_batch(
+        ...     lambda x: layer(x)[:, 0],
+        ...     params,
+        ...     torch.randn(4, 100),
+        ...     memory=10**6,
+        ...     modules=(layer,),
+        ... )
+        >>> 100 < size < 10_000
+        True
     """
     size = count(batch)
     if size == 0:
         raise ValueError("expected a batch with at least one record to measure, got none")
     used = [
         _bytes_held(loss, params, take(batch, [i % size for i in range(n)]), modules)
+        # Two sizes: the difference leaves out what does not grow with records.
         for n in (MULTIPLE, 2 * MULTIPLE)
     ]
     each = max((used[1] - used[0]) / MULTIPLE, 1.0)
@@ -202,12 +245,12 @@ def fitting_micro_batch(
 
 
 def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.Module]) -> int:
-    """Bytes that one pass keeps: each storage counted once, parameters left out."""
+    """Return the bytes that one pass keeps: each storage counted once, parameters left out."""
     certificate = certificate_for(loss, params, batch, modules=modules)
     batch, _ = unwrap_constants(batch)
     objective = Objective(loss, params, tuple(modules))
     own = {p.untyped_storage().data_ptr() for p in params.values()}
-    held: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
+    held: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
 
     def note(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
@@ -216,6 +259,7 @@ def _bytes_held(loss: Loss, params: Params, batch: Batch, modules: Sequence[nn.M
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    # Measuring must leave no trace in buffers, gradients or random state.
     with torch.random.fork_rng(), restored(params, modules), hooks:
         gradients = use_certificate(certificate, objective, batch, fresh=True)
     for x in gradients.held() if gradients is not None else ():

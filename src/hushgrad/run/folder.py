@@ -1,4 +1,4 @@
-"""The folder of a run while a process begins there: made, locked, and left as it was if refused."""
+"""The folder of a run that begins: created and locked, and cleaned up if the run is refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hushgrad.types import Refused
 
 
 class Claim:
-    """The right of one process to begin in a folder; the folder is made if it is missing.
+    """The right of one process to begin in a folder, which is created if it is missing.
 
-    Guarantees: two processes never begin in one folder at the same time. If it ends with an
-    exception, the files that were named by `made` are removed, and those folders that this process
-    made, as far as they are empty. Nothing that another process has made is touched.
+    Guarantees: two processes never begin in one folder at the same time. If the claim ends with an
+    exception, the files named by `made` are removed, and the folders that this process created, as
+    far as they are empty. Nothing that another process created is touched.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +27,7 @@ class Claim:
         self._lock: int | None = None
 
     def made(self, *files: Path) -> None:
-        """Remove these, too, if the process cannot begin."""
+        """Name files to remove if the process cannot begin."""
         self._files += files
 
     def __enter__(self) -> Claim:
@@ -35,7 +35,7 @@ class Claim:
             with explain_file_errors(self._folder):
                 self._make()
                 self._lock = _locked(self._folder)
-                for left in self._folder.glob(f"*{PARTIAL}"):  # by a process that was killed
+                for left in self._folder.glob(f"*{PARTIAL}"):  # left by a killed process
                     left.unlink(missing_ok=True)
         except BaseException:
             self._leave(refused=True)
@@ -53,7 +53,7 @@ class Claim:
     def _make(self) -> None:
         missing = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
         for path in reversed(missing):
-            with suppress(FileExistsError):  # another process was first, and it stays that one's
+            with suppress(FileExistsError):  # another process created it: it is not ours to remove
                 path.mkdir()
                 self._folders.append(path)
 
@@ -75,12 +75,12 @@ class Claim:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder until what is returned is closed, or the process ends."""
+    """Lock a folder until the returned descriptor is closed, or the process ends."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(opened), folder.stat()):
-            raise BlockingIOError  # it was removed by the process that had it
+            raise BlockingIOError  # removed by the process that had locked it
     except BlockingIOError as error:
         os.close(opened)
         raise Refused(
@@ -88,5 +88,5 @@ def _locked(folder: Path) -> int:
             "does; name another folder, or resume its run later"
         ) from error
     except OSError:
-        return opened  # a file system without locks: the ledger still has one holder for a run
+        return opened  # no locks on this file system: the ledger still allows one holder
     return opened

@@ -15,14 +15,14 @@ from hushgrad.types import Relation
 
 
 def up(value: float) -> str:
-    """Write a number with four decimals, rounded up: a guarantee must not be rounded down.
+    """Return a number with four decimals, rounded up: a guarantee must not be rounded down.
 
     >>> up(6.76871)
     '6.7688'
     """
     if not math.isfinite(value):
         return "∞"
-    if value >= 2**40:  # all of whose digits are before the point, and float has no room for more
+    if value >= 2**40:  # float64 has no room for four decimals here
         return figure(value, up=True)
     return f"{math.ceil(value * 10**4 - 1e-7) / 10**4:.4f}"
 
@@ -48,16 +48,24 @@ _NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(ε, δ)-DP of a plan, how many of its steps were taken, and under which assumptions.
+    """The (ε, δ)-DP of a plan, how many of its steps were taken, and under which assumptions.
 
     A run that ends early keeps its plan's ε: when it ended may depend on what it released. A run
     that took no step guarantees nothing: whatever its model is, the run has not made it.
-    `steps_unused` batches were drawn and no step has used them; they are part of the plan's ε.
 
-    >>> from hushgrad.run.plan import plan
-    >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
-    >>> round(Guarantee(p, steps_taken=118, reproducible=False).to_dict()["epsilon"], 2)
-    0.64
+    Args:
+        plan: the plan that was carried out.
+        steps_taken: how many steps have changed the model.
+        reproducible: whether a public seed determined the noise; nothing is private then.
+        charges: what the run cost beyond its plan, such as steps that were released twice.
+        steps_unused: how many batches were drawn and not used by a step; the plan's ε covers them.
+
+    Example:
+        >>> from hushgrad.run.plan import plan
+        >>> p = plan(records=60_000, batch=512, epochs=1, delta=1e-5, noise_multiplier=1.0)
+        >>> guarantee = Guarantee(p, steps_taken=118, reproducible=False)
+        >>> round(guarantee.epsilon, 2), guarantee.private
+        (0.64, True)
     """
 
     plan: Plan
@@ -68,34 +76,34 @@ class Guarantee:
 
     @property
     def epsilon(self) -> float:
-        """ε of the plan and of what was released again; infinite without noise, secrecy or steps.
-
-        What the model says of a record is bounded by it only if the run has made the model.
+        """ε of the plan and all charges; infinite without noise, with a public seed, or without
+        steps.
         """
         return math.inf if self.reproducible else self.epsilon_if_secret
 
     @property
     def epsilon_if_secret(self) -> float:
-        """ε, had nobody known the seed of a run that is reproducible."""
+        """ε of a reproducible run, if nobody knew its seed."""
         return self._spent if self.steps_taken else math.inf
 
     @property
     def _spent(self) -> float:
+        # Basic composition: a charge's event may differ in kind from the plan's.
         return math.fsum([self.plan.epsilon, *(charge.epsilon for charge in self.charges)])
 
     @property
     def delta(self) -> float:
-        """δ of the plan and of what was released again."""
+        """δ of the plan and of all charges."""
         return math.fsum([self.plan.delta, *(charge.delta for charge in self.charges)])
 
     @property
     def private(self) -> bool:
-        """True if there is a guarantee at all."""
+        """Whether there is a guarantee at all."""
         return math.isfinite(self.epsilon)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the guarantee worth less than its numbers look."""
+        """Reasons why the guarantee is worth less than its numbers suggest."""
         if self.delta * self.plan.records < 1:
             return ()
         return (
@@ -103,9 +111,9 @@ class Guarantee:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in words and numbers that JSON can hold; a number that is infinite is None.
+        """Return everything in words and numbers that JSON can hold; infinite numbers become None.
 
-        `epsilon` is None where there is no guarantee, and `private` is False then.
+        `epsilon` is None where there is no guarantee, and `private` is then False.
         """
         plan = self.plan
         return {
@@ -133,13 +141,14 @@ class Guarantee:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
 
     @property
     def headline(self) -> str:
         """The two numbers, or why there are none."""
         plan = self.plan
+        # Rounded up: a guarantee may only be rounded in the safe direction.
         budget = f"({up(self._spent)}, {figure(self.delta, up=True)})-DP"
         if plan.epsilon == math.inf:
             budget = "not private: no noise"
@@ -182,7 +191,7 @@ def _kind(plan: Plan) -> str:
 
 
 def _sampled(plan: Plan) -> str:
-    """How batches were sampled; where an algorithm's steps differ, each way with its steps."""
+    """How batches were sampled; where steps differ, each way with the number of its steps."""
     if len(plan.stages) == 1:
         return plan.stages[0][0].sampling.statement
     sigma = plan.noise_multiplier

@@ -14,32 +14,34 @@ _POINTS = 20
 
 
 class Odometer:
-    """Readings of ε at some steps of a plan, each computed once, when it is first asked for.
+    """Readings of ε at some steps of a plan, each computed when it is first asked for.
 
-    A quicker accountant is used, which over-states ε a little, and a step counts as the next of
-    20 points: a reading is never too small.
+    A faster accountant is used, which overstates ε slightly, and a step counts as the next of 20
+    steps: a reading is never too small.
     """
 
     def __init__(self, plan: Plan) -> None:
+        # Progress bars ask often; the plan's own accountant may take seconds.
         self._plan = replace(plan, accountant=plan.accountant.sketch())
         self._known: dict[int, float] = {}
 
     @property
     def points(self) -> list[int]:
-        """The steps at which ε is computed, the last one of the plan among them."""
+        """The steps at which ε is computed, including the last one of the plan."""
         steps = self._plan.steps
         return sorted({math.ceil(steps * k / _POINTS) for k in range(1, _POINTS + 1)})
 
     def epsilon(self, steps: int) -> float:
-        """What so many steps would cost at most, had they been the plan; 0 before the first."""
+        """Return the most that a plan of so many steps would cost; 0 before the first step."""
         if steps == 0:
             return 0.0
+        # Rounded up to a computed step: ε grows with the steps.
         point = next(p for p in self.points if p >= steps)
         if point not in self._known:
             self._known[point] = self._plan.epsilon_after(point)
         return self._known[point]
 
     def curve(self, steps: int) -> list[tuple[int, float]]:
-        """The readings up to the point after `steps`."""
+        """Return the readings up to the first computed step from `steps` on."""
         passed = [p for p in self.points if p < steps]
         return [(p, self.epsilon(p)) for p in [*passed, *([steps] if steps else [])]]

@@ -1,8 +1,8 @@
-"""What a step may release: stated by its plan beforehand, and compared before any noise is added.
+"""What a step may release: stated by its plan, and compared before any noise is added.
 
 The comparison is with the noise that is really applied, never with a number that somebody states.
-It catches mistakes, such as half of the noise that was forgotten or a second release. It does not
-catch malice: code that copies a private tensor aside has released it.
+It catches mistakes, such as half of the noise or a second release. It does not catch malice: code
+that copies a private tensor elsewhere has released it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class AddNoise(Protocol):
 
 @dataclass(frozen=True)
 class StepMechanism:
-    """How a step's answers are made private: its noise at a multiplier.
+    """How a step's answers are made private, where it is not by the plan's kind of noise.
 
-    `add` makes the release where that is not done by adding the noise.
+    Args:
+        at: maps a noise multiplier to the noise.
+        add: makes the release, where that is not done by adding the noise.
     """
 
     at: Callable[[float], Noise]
@@ -44,10 +46,22 @@ class StepMechanism:
 
 @dataclass(frozen=True)
 class Allowance:
-    """So many answers to one kind of query, each with at least this much noise.
+    """A number of answers to one kind of query, each with at least this much noise.
 
-    A query that each record answers for itself may be asked in any number of micro-batches, and of
-    each record once for each answer that is allowed.
+    A query that each record answers by itself may be asked in any number of micro-batches:
+    `answers` is then the number of answers of each record.
+
+    Args:
+        query: the class of the queries.
+        noise: the least noise of each answer.
+        answers: how many answers.
+        add: makes the release, where that is not done by adding the noise.
+
+    Example:
+        >>> from hushgrad.noise import gaussian
+        >>> from hushgrad.run.query import ClippedSum
+        >>> Allowance(ClippedSum, gaussian(1.0)).answers
+        1
     """
 
     query: type
@@ -60,14 +74,20 @@ class Allowance:
 class ZcdpLimit:
     """What an adaptive algorithm may spend in a whole run, as zero-concentrated DP (ρ).
 
-    Costs that are chosen after seeing earlier releases may be added up, as long as the sum stays
-    below ρ: this is the filter that allows an algorithm to decide as it goes.
+    Guarantees: releases whose costs add up to at most ρ are ρ-zCDP together, also where each cost
+    is chosen after seeing earlier releases. This is the filter that lets an algorithm decide as it
+    goes.
+
+    Args:
+        rho: ρ of the whole run.
+        relation: what makes two data sets neighbours.
+
+    Example:
+        >>> limit = ZcdpLimit(0.5, Relation.ADD_REMOVE)
+        >>> limit.cost(GaussianDpEvent(2.0)), limit.cost(PureDpEvent(0.5))
+        (0.125, 0.125)
 
     Reference: Whitehouse et al. 2023, Fully-Adaptive Composition in Differential Privacy.
-
-    >>> limit = ZcdpLimit(0.5, Relation.ADD_REMOVE)
-    >>> limit.cost(GaussianDpEvent(2.0)), limit.cost(PureDpEvent(0.5))
-    (0.125, 0.125)
     """
 
     rho: float
@@ -75,11 +95,16 @@ class ZcdpLimit:
 
     @property
     def event(self) -> DpEvent:
-        """All of it, as the run is charged."""
+        """The whole limit as one event, which the run is charged."""
         return ZCDpEvent(self.rho) if self.rho < math.inf else NonPrivateDpEvent()
 
     def cost(self, event: DpEvent) -> float:
-        """ρ of a release: (Δ/σ)²/2 of Gaussian noise, ε²/2 of a pure step."""
+        """Return ρ of a release: (Δ/σ)²/2 for Gaussian noise, ε²/2 for a pure step.
+
+        Raises:
+            Refused: if the event is of another kind.
+        """
+        # Replacing a record removes one and adds another: twice the distance.
         replaced = 2.0 if self.relation is Relation.REPLACE_ONE else 1.0
         total = []
         for part, times in leaves(event):
@@ -100,9 +125,24 @@ class ZcdpLimit:
 class Permit:
     """What one step may still release, and what it has released.
 
-    `batch` is the one that was drawn for it. With a `limit` every release is paid for out of it,
-    and `spent` is what the run has spent so far. `past` has the tags of the releases before this
-    step, and `buffer` their noise, where this step's noise depends on them.
+    Guarantees: a release that passes `require` is on the drawn batch, is allowed by the plan, and
+    has at least the noise that the plan accounts for.
+
+    Args:
+        step: the number of the step, from 0.
+        allowances: what the step may release.
+        batch: the batch that was drawn for it.
+        limit: what every release is paid out of, if the algorithm chooses its releases as it goes.
+        spent: what the run has spent of the limit so far.
+        past: the tags of earlier releases, on which correlated noise depends.
+        buffer: the noise of earlier releases, kept so that it need not be drawn again.
+        releases: what the step has released so far.
+
+    Example:
+        >>> from hushgrad.run.plan import plan
+        >>> p = plan(records=1000, batch=100, epochs=1, delta=1e-5, noise_multiplier=1.0)
+        >>> p.permit(0, batch=()).allowances[0].noise
+        gaussian(1.0)
     """
 
     step: int
@@ -118,12 +158,12 @@ class Permit:
 
     @property
     def digest(self) -> bytes:
-        """What tells a replay of the step's releases from others."""
+        """Tells a replay of the step's releases from other releases."""
         each = [released.digest for released in self.releases]
         return each[0] if len(each) == 1 else hashlib.blake2b(b"".join(each)).digest()[:16]
 
     def affords(self, *events: DpEvent) -> bool:
-        """Whether releases that cost this much together still fit into the limit."""
+        """Return whether releases that cost this much together still fit into the limit."""
         if self.limit is None:
             raise Refused(
                 "expected an algorithm with a limit, whose releases are chosen as it goes, got "
@@ -132,12 +172,15 @@ class Permit:
         return self.spent + self.limit.cost(ComposedDpEvent(list(events))) <= self.limit.rho
 
     def allowance(self, query: object) -> Allowance:
-        """What the plan foresees for such a query; raises `Refused` where it foresees none."""
+        """Return what the plan allows for such a query.
+
+        Raises:
+            Refused: if it allows none.
+        """
         if not is_answerable(query):
             raise Refused(
-                f"expected a query such as ClippedSum, which works out its own bound, got "
-                f"{type(query).__name__}; ask for a sum by its terms, and not for one that was "
-                "made elsewhere"
+                f"expected a query such as ClippedSum, which computes its own bound, got "
+                f"{type(query).__name__}; ask for a sum by its terms, not for a finished sum"
             )
         for allowance in self.allowances:
             if allowance.query is type(query):
@@ -149,7 +192,10 @@ class Permit:
         )
 
     def sum_of(self, query: Query) -> Bounded | None:
-        """The sum that the same query has had just before, so that it need not be taken again."""
+        """Return the sum if this query was the last one asked, so that it need not be computed
+        again.
+        """
+        # By identity: a query that is equal could be asked of other private state.
         return self._last[1] if self._last is not None and self._last[0] is query else None
 
     @property
@@ -160,7 +206,8 @@ class Permit:
     def require(
         self, query: Query, bounded: Bounded, noise: Noise, allowed: Allowance, batch: Batch | None
     ) -> None:
-        """Refuse a release that the plan does not foresee, before its noise is added."""
+        """Refuse a release that the plan does not allow, before its noise is added."""
+        # By identity: equal values could be another batch's.
         if batch is not self.batch:
             raise Refused(
                 "expected a query to the batch that was drawn for the step, got another batch; "
@@ -169,6 +216,7 @@ class Permit:
         _require_noise(noise, allowed, bounded, multiples=self.limit is not None)
         if self.limit is not None:
             return self._pay(query, noise)
+        # Each row of reports is one record's answer.
         rows = len(next(iter(bounded.sum.values()))) if query.of_each_record else 1
         most = allowed.answers * (count(batch) if query.of_each_record else 1)
         answered = self._answered.get(type(query), 0) + rows
@@ -184,26 +232,27 @@ class Permit:
 
     def _pay(self, query: Query, noise: Noise) -> None:
         assert self.limit is not None
+        # The query's event, not the noise's: a noisy minimum costs less than its scores would.
         cost = self.limit.cost(query.event(noise.noise_multiplier))
         if self.spent + cost > self.limit.rho:
             raise Refused(
                 f"expected a release of at most ρ = {self.limit.rho - self.spent:.4g}, which is "
                 f"what the limit has left, got one of {cost:.4g}; ask context.affords first, and "
-                "end the run where it says no"
+                "end the run if it returns False"
             )
         self.spent += cost
 
     def note(self, query: Query, bounded: Bounded, released: Released) -> None:
-        """Keep what was released."""
+        """Record a release."""
         self._last = (query, bounded)
         self.releases.append(released)
 
     def require_release(self) -> None:
-        """Refuse a step whose estimate was made without a release."""
+        """Refuse a step that made its estimate without a release."""
         if not self.releases:
             raise Refused(
-                "expected the step's estimate from a release, got none by context.release; return "
-                'what it has released, or a state with "over" to end the run'
+                "expected an estimate made from context.release, got a step without a release; "
+                'return what it released, or a state with "over" to end the run'
             )
 
 
@@ -215,7 +264,7 @@ def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, multip
             f"expected {kind.name} noise, as the plan accounts for, got {noise.name}; leave the "
             "noise to the plan"
         )
-    # With a limit the algorithm chooses a multiple of noise 1, and pays for what it says.
+    # With a limit the algorithm chooses a multiple of noise 1, and pays for what it chooses.
     times = noise.noise_multiplier if multiples else 1.0
     least, scale = times * kind.scale(bounded), noise.scale(bounded)
     if not scale >= least:  # nan is not

@@ -1,8 +1,8 @@
 """What is asked of a batch: a sum over its records, and how far one record can move it.
 
-A query is a value. It says what is summed, and works out itself how far one record moves the sum,
-so that nobody who asks can state a bound that does not hold. Only the queries of this library are
-answered: they are registered by `answerable`.
+A query is a value. It says what is summed, and computes by itself how far one record moves the sum,
+so that nobody who asks can state a bound that does not hold. Only queries whose classes are
+registered by `answerable` are answered.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ class Query(Protocol):
     """A question to a batch's records whose answer is a sum.
 
     Contract: the bound of `bounded` holds whatever the records are. A query that each record
-    answers for itself, as in local privacy, says so by `of_each_record`: the sum is then one row
-    for each record, and the bound is that of a row.
+    answers by itself, as in local privacy, has `of_each_record = True`: its sum has one row for
+    each record, and the bound is that of a row.
+
+    Example:
+        >>> isinstance(ClippedSum(lambda here: []), Query)
+        True
     """
 
     of_each_record: ClassVar[bool]
 
     def bounded(self, work: BatchPass | None) -> Bounded:
-        """The sum over the batch's records, and how far one record moves it."""
+        """Return the sum over the batch's records, and how far one record moves it."""
 
     def event(self, noise_multiplier: float) -> DpEvent:
-        """What an answer with so much noise costs, where an algorithm pays for each release."""
+        """Return what an answer costs at this noise, where an algorithm pays for each release."""
 
 
 _Kind = TypeVar("_Kind", bound=type)
@@ -57,23 +61,30 @@ _ANSWERABLE: set[type] = set()
 
 
 def answerable(kind: _Kind) -> _Kind:
-    """Register a class of queries: from here on a step may answer them.
+    """Register a class of queries, so that a step may answer them.
 
-    Whoever writes one has to prove the bound that it states. It must be final: a subclass could
-    state another bound, and is not answered.
+    Whoever registers a class has to prove the bound that its queries state. Subclasses are not
+    registered with it, because they could state another bound.
 
     Args:
         kind: the class.
 
     Returns:
-        The same class, so that this can stand above it as a decorator.
+        The same class, so that this can be used as a decorator.
+
+    Example:
+        >>> is_answerable(ClippedSum(lambda here: []))
+        True
+        >>> class Other(ClippedSum): ...
+        >>> is_answerable(Other(lambda here: []))
+        False
     """
     _ANSWERABLE.add(kind)
     return kind
 
 
 def is_answerable(query: object) -> bool:
-    """Whether this is a query whose bound the library vouches for."""
+    """Return whether this is a query of a registered class."""
     return type(query) in _ANSWERABLE
 
 
@@ -81,7 +92,24 @@ def is_answerable(query: object) -> bool:
 class Summand:
     """What is summed for each record: a per-sample gradient, clipped by a rule, times `factor`.
 
-    `losses` are the records' losses where they are not those of `gradients`.
+    Guarantees: one record's part of the sum has norm at most `abs(factor)` times the rule's bound.
+
+    Args:
+        gradients: one vector for each record, as the query's function is given them.
+        clip: the rule that weights each vector; made by `clipping`, never a subclass.
+        factor: a public number.
+        losses: the records' losses, where they are not those of `gradients`.
+
+    Raises:
+        Refused: if `clip` is not a clipping rule.
+
+    Example:
+        >>> from hushgrad.clipping import abadi
+        >>> from hushgrad.gradients import per_sample
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> found = per_sample(lambda x: x @ weight, {"weight": weight}, torch.ones(3, 2))
+        >>> Summand(found, abadi(0.5), factor=2.0).clip
+        abadi(clip_norm=0.5)
     """
 
     gradients: PerSample
@@ -99,9 +127,20 @@ class Summand:
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch: some records of one piece of a batch, of which they are a `share`.
+    """A micro-batch: some records of one piece of a batch; `BatchPass.parts` makes them.
 
-    `gradients()` takes the per-sample gradients at the parameters as they are now.
+    Args:
+        objective: the loss, with its parameters and modules.
+        batch: the records.
+        gradients: computes the per-sample gradients at the current iterate.
+        share: the share of the piece that these records are.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> objective = Execution().objective(lambda x: x @ weight, {"weight": weight})
+        >>> part = next(BatchPass(objective, torch.ones(3, 2)).parts())
+        >>> part.gradients().batch
+        3
     """
 
     objective: Objective
@@ -110,10 +149,10 @@ class Part:
     share: float = 1.0
 
     def at(self, iterate: Values) -> AnyGradients:
-        """Gradients at another iterate, with the random draws that `gradients()` will start from.
+        """Return the gradients at another iterate, with the same random draws as `gradients()`.
 
-        To be called before `gradients()`, which moves the random state on: dropout is then the
-        same at both iterates.
+        Call it before `gradients()`, which advances the random state: dropout is then the same at
+        both iterates.
         """
         with (
             torch.random.fork_rng(),
@@ -127,11 +166,26 @@ class Part:
 class BatchPass:
     """A pass over a batch: the objective whose gradients are taken, and how they are summed.
 
-    `expected` is the rule that the query will clip by, as far as it is known: with it a form may
-    sum each group as soon as its norms are there. `pieces` deals the records of a large batch;
-    without it the batch is summed as one, in float64 where it is too large for float32.
-    `batch_size` is the public expected size of the batches, for which the model is certified at
-    once; without it each larger one is tested.
+    Args:
+        objective: the loss, with its parameters and modules.
+        batch: the records.
+        groups: the parameters that are clipped together.
+        execution: the form of per-sample gradients and the size of micro-batches.
+        metrics: numbers of each record that are summed beside its gradient.
+        observed: the metrics' values that are not computed from the loss and the norms.
+        expected: the rule that the query will clip by, as far as it is known. With it a form may
+            sum each group as soon as the group's norms are known.
+        pieces: splits the records of a large batch. Without it the batch is summed as one, in
+            float64 where it is too large for float32.
+        batch_size: the public expected size of the batches, for which the model is certified once;
+            without it each larger batch is tested.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> objective = Execution().objective(lambda x: x @ weight, {"weight": weight})
+        >>> work = BatchPass(objective, torch.ones(5, 2), execution=Execution(micro_batch=2))
+        >>> [part.share for part in work.parts()]
+        [0.4, 0.4, 0.2]
     """
 
     objective: Objective
@@ -150,13 +204,16 @@ class BatchPass:
         return self.groups(tuple(self.objective.params))
 
     def parts(self) -> Iterator[Part]:
-        """The micro-batches; an empty batch is one."""
+        """Yield the micro-batches; an empty batch is one micro-batch."""
         run, objective = self.execution, self.objective
+        # A record of K views takes K rows of memory, so fewer records fit.
         rows = rows_per_record(objective.loss)
+        # By the public expected size: a capacity that followed the batch would tell its size.
         capacity = run.capacity(self.batch_size, rows=rows)
         parts = run.parts(self.batch, objective.modules, rows=rows, pieces=self.pieces)
         for batch, share in parts:
             weights = self._eager_weights(share)
+            # With weights known in advance the form `recomputed` needs no second pass.
             own = objective if weights is None else replace(objective, foreseen=weights)
             yield Part(own, batch, run.taker(own, batch, capacity), share)
 
@@ -164,6 +221,7 @@ class BatchPass:
         """The weights of each group by itself, if there are several and the rule allows it."""
         clip, partition = self.expected, self.partition
         groups = len(partition.names)
+        # A user's rule may combine the groups; with one group there is nothing to sum earlier.
         if clip is None or clip.mapped or groups == 1:
             return None
 
@@ -181,14 +239,22 @@ class BatchPass:
 class ClippedSum:
     """The sum of what `terms` returns for the records, each term clipped by its rule.
 
-    `terms(here, *earlier)` is given the per-sample gradients of a micro-batch at the parameters as
-    they are, and those at each of the `iterates`. `vectors` takes something else than the loss's
-    gradients for each record, such as a client's update.
-
     Guarantees: adding or removing one record moves the sum, its metrics included, by at most `l2`,
-    whatever the record and the others are.
+    whatever that record and the other records are.
 
-    Example: `ClippedSum(lambda here: [Summand(here, hg.automatic())])` is what DP-SGD asks.
+    Args:
+        terms: maps the per-sample gradients of a micro-batch at the current iterate, followed by
+            those at each of `iterates`, to the summands.
+        iterates: other values of the parameters at which gradients are taken too.
+        vectors: computes other vectors than the loss's gradients, such as the updates of clients.
+
+    Example:
+        What DP-SGD asks:
+
+        >>> from hushgrad.clipping import automatic
+        >>> query = ClippedSum(lambda here: [Summand(here, automatic())])
+
+    Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
     """
 
     terms: Callable[..., Sequence[Summand]]
@@ -197,10 +263,11 @@ class ClippedSum:
     of_each_record: ClassVar[bool] = False
 
     def bounded(self, work: BatchPass | None) -> Bounded:
-        """The sum over the micro-batches, with the records' metrics beside it."""
+        """Sum over the micro-batches, with the records' metrics beside the sum."""
         assert work is not None, "a clipped sum is asked of a batch"
         total: Bounded | None = None
         for part in work.parts():
+            # Before the current iterate: Part.at needs the random state as it is now.
             earlier = [part.at(iterate) for iterate in self.iterates]
             here = part.gradients() if self.vectors is None else self.vectors(part)
             bounded = _summed(self.terms(here, *earlier), part, work)
@@ -214,16 +281,18 @@ class ClippedSum:
 
 
 def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
-    """The clipped sum of one micro-batch."""
+    """Return the clipped sum of one micro-batch."""
     partition, metrics = work.partition, work.metrics
     groups = len(partition.names)
     norms = [partition.norms(term.gradients.sq_norms()) for term in terms]
+    # Fewer norms than records would leave some of them unclipped.
     records = count(part.batch)
     if not all(len(each) == records for each in norms):
         raise Refused(
             "expected one gradient for each record of the micro-batch, got another number of them; "
             "make terms of the gradients that the query is given"
         )
+    # The rule is applied here and not by whoever asks, so that the bound below is kept.
     weights = [term.clip.weights(n) for term, n in zip(terms, norms, strict=True)]
     bounded = sum_over_same_records(
         aggregate(
@@ -236,6 +305,7 @@ def _summed(terms: Sequence[Summand], part: Part, work: BatchPass) -> Bounded:
     )
     if metrics is None:
         return bounded
+    # Metrics describe the first summand, the gradient at the current iterate.
     losses = terms[0].gradients.losses if terms[0].losses is None else terms[0].losses
     rows = metrics.rows(losses, norms[0], weights[0], work.observed(part.batch))
     return metrics.beside(bounded, rows)

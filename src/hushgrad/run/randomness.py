@@ -15,13 +15,13 @@ from hushgrad.rng import Rng
 def own_randomness(rng: Rng) -> Iterator[None]:
     """Draw dropout and augmentation from this key, and leave torch's own generator alone.
 
-    How far that one had moved would tell the sizes of batches, to whoever sees its state.
+    How far torch's generator had advanced would reveal the sizes of batches to anyone who sees it.
     """
     with torch.random.fork_rng():
         if torch.accelerator.is_available():  # for the devices: it would take 0.1 ms for nothing
             torch.manual_seed(int(rng.words(1)[0] >> np.uint64(1)))
-        # Of a seed torch's Mersenne Twister on the CPU takes 32 bits, which can be tried out. Its
-        # state is 624 words of 32 bits, each in 64, after three of bookkeeping.
+        # torch's Mersenne Twister on the CPU uses 32 bits of a seed, few enough to try them all.
+        # So its whole state is set: 624 words of 32 bits, each in 64, after three of bookkeeping.
         state = torch.get_rng_state()
         drawn = rng.words(624, start=1) >> np.uint64(32)
         state.view(torch.int64)[3:627] = torch.from_numpy(drawn.astype(np.int64))

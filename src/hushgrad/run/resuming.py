@@ -1,4 +1,4 @@
-"""The memory of a run: its keys, its entry in a ledger, and the checkpoints it goes on from."""
+"""A run's store: its keys, its entry in a ledger, and the checkpoints that it resumes from."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ CHECKPOINT, KEY = "checkpoint.safetensors", "key"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved along with a run: a schedule, an average."""
+    """What can be saved along with a run, such as a schedule or an average."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that it needs to go on."""
+        """Return everything that it needs to resume."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from there."""
+        """Resume from this state."""
 
 
 Keep = Mapping[str, Stateful]
 Fingerprint = Callable[[bytes], str]
-"""A key, to a digest of the data under it."""
+"""Maps a key to a digest of the data under it."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A run, as far as its memory needs to know it."""
+    """A run, as far as its store needs to know it."""
 
     @property
     def steps_drawn(self) -> int:
         """How many steps have drawn their batch."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return what a checkpoint holds of it."""
 
 
 Enter = Callable[[Claim | None], Books]
-"""Enters a run into its ledger, and writes its key; what it makes in a folder, the claim knows."""
+"""Enters a run into its ledger and writes its key; the claim is told which files it creates."""
 
 
 class RunStore:
-    """What outlives a process, and what must not be told to anyone.
+    """What outlives a process, and what must stay secret.
 
-    `rng` makes the noise and `sampling` the batches; the latter is bound to the data, the plan and
-    the version, so that no other run can draw the same batches. Nothing is written and nothing is
-    charged before `restore`.
+    `rng` makes the noise and `sampling` the batches. The latter depends on the data, the plan and
+    the version of hushgrad, so that no other run can draw the same batches. Nothing is written and
+    nothing is charged before `restore`.
     """
 
     def __init__(
@@ -106,17 +106,19 @@ class RunStore:
             self._books.drawn(step)
 
     def released(self, step: int, digest: bytes) -> None:
-        """Enter a release that is about to be used; before, nothing of it has left the process."""
+        """Enter a release that is about to be used: until then none of it has left the process."""
         if self._enter is not None:
             assert self._books is not None, "restore comes before the first release"
             self._books.released(step, digest)
 
     def restore(self, run: Resumable, load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Put a run where its checkpoint left it, by `load`; enter it, and write a checkpoint.
+        """Restore a run from its checkpoint by `load`, enter it in the ledger, and write a
+        checkpoint.
 
-        The checkpoint has the run's draw, so that what is released from here on is never taken for
-        a release on other batches. Whatever is refused leaves no files and no folders behind.
+        The checkpoint contains the run's draw, so that later releases are never mistaken for
+        releases on other batches. If anything is refused, no files and no folders are left behind.
         """
+        # Loaded before anything is charged: a model of another shape must cost nothing.
         if self._saved is not None:
             self._load(self._saved, load)
         with nullcontext() if self._folder is None else Claim(self._folder) as claim:
@@ -133,15 +135,17 @@ class RunStore:
                 raise
 
     def save(self, run: Resumable) -> None:
-        """Write a checkpoint; refused if another process carries the run on by now."""
+        """Write a checkpoint; refused if another process has resumed the run meanwhile."""
         if self._folder is None:
             raise ValueError(
                 "expected a run with a folder for its checkpoints, got none; pass folder= to train"
             )
         assert self._books is not None
+        # Two processes must not alternate in writing one checkpoint.
         self._books.entry.require_held()
         state = {
             "plan": self._plan.terms(),
+            # By it a resumed run finds its entry in the ledger.
             "entry": self._books.entry.id,
             "batches": self.sampling.name,
             "draw": self._draw,
@@ -152,9 +156,9 @@ class RunStore:
         checkpoint.write(self._folder / CHECKPOINT, state)
 
     def finish(self, run: Resumable) -> None:
-        """Write the last checkpoint, settle what the run has cost, and destroy its key.
+        """Write the last checkpoint, settle the run's cost, and destroy its key, in this order.
 
-        In this order: a run whose cost is settled has a model.
+        So a run whose cost is settled always has a model.
         """
         if self._folder is not None:
             self.save(run)
@@ -172,7 +176,7 @@ class RunStore:
                 thing.load_state_dict(saved["keep"][name])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise Refused(
-                "expected the model, the optimizer and what else is kept as they were when the "
+                "expected the same kind of model, optimizer and other objects in keep= as when the "
                 f"checkpoint was written, got others ({error}); build them as before"
             ) from error
 
@@ -187,7 +191,7 @@ def open_store(
     keep: Keep,
     fingerprint: Fingerprint,
 ) -> RunStore:
-    """The memory of a run that starts, or goes on from the checkpoint in its folder."""
+    """Return the store of a run that starts, or that resumes from the checkpoint in its folder."""
     if budget is not None:
         refuse_reproducible(rng)
     _require_folder(folder, resume)
@@ -208,7 +212,7 @@ def open_store(
 def _new(
     plan: Plan, own: Rng, budget: Budget | None, folder: Path | None, fingerprint: Fingerprint
 ) -> Enter:
-    """Enters a run that starts."""
+    """Return what enters a run that starts."""
 
     def enter(claim: Claim | None) -> Books:
         account = budget
@@ -240,21 +244,23 @@ def _resumed(
     keep: Keep,
     fingerprint: Fingerprint,
 ) -> RunStore:
-    """The memory of a run that goes on: its key, and the batches that it has drawn or draws anew.
+    """Return the store of a run that resumes, with its key and the batches of its next steps.
 
-    A step is released twice on one batch only if the key, the data and the ledger are the same.
+    The same batches are drawn again only if the key, the data and the ledger are the same.
     """
     stamp = checkpoint.stamp(folder / CHECKPOINT)
     saved = checkpoint.read(folder / CHECKPOINT)
     require_state(saved, plan, folder / CHECKPOINT)
     if saved["keep"].keys() != keep.keys():
         raise Refused(
-            f"expected what the checkpoint has kept, {sorted(saved['keep'])}, got {sorted(keep)}; "
-            "pass the same keep= as before"
+            f"expected keep= with the names in the checkpoint, {sorted(saved['keep'])}, got "
+            f"{sorted(keep)}; pass the same keep= as before"
         )
+    # Without a budget the run keeps a ledger of its own in its folder.
     account = budget or kept_budget(folder)
     step, over = saved["run"]["step"], saved["run"]["step"] == plan.steps
     copied = account.entry(saved["entry"]).copied
+    # Noise and batches follow from the key: without it both are new.
     lost = not over and not (folder / KEY).exists()
     own = _resumed_key(rng, folder, saved, over=over, budget=budget)
     draw, sampling = saved["draw"], _sampling(plan, own, fingerprint, saved["draw"])
@@ -262,15 +268,16 @@ def _resumed(
     if not replay and plan.correlated:
         raise Refused(
             "expected the key and the data that the run began with, from which the noise of its "
-            f"past steps is made again, got others; correlated noise cannot go on in {folder} "
-            "without them: start another run"
+            f"past steps is drawn again, got others; a run with correlated noise cannot resume in "
+            f"{folder} without them: start another run"
         )
-    if not replay:  # and none that an earlier try has drawn: two releases of one batch cost more
+    # Fresh batches, also of an earlier attempt to resume: two releases of one batch cost more.
+    if not replay:
         draw = secrets.token_hex(16)
         sampling = _sampling(plan, own, fingerprint, draw)
 
     def check() -> None:
-        # Else the last checkpoint of a run that has just ended could be lost to an older one.
+        # Otherwise an older checkpoint could replace the last one of a run that has just ended.
         if checkpoint.stamp(folder / CHECKPOINT) != stamp:
             raise _overtaken(folder)
 
@@ -305,8 +312,8 @@ def _resumed(
 def _resumed_key(
     rng: Rng, folder: Path, saved: Mapping[str, Any], *, over: bool, budget: Budget | None
 ) -> Rng:
-    """The key of a run that goes on: its own, or a new one if that is lost."""
-    if over:  # and nothing is drawn any more
+    """Return the key of a run that resumes: its own, or a new one if that is lost."""
+    if over:  # nothing is drawn any more, so any key will do
         return Rng(secrets.token_bytes(32), reproducible=saved["reproducible"])
     file = folder / KEY
     own = Rng.read(file) if file.exists() else _own(rng)
@@ -314,16 +321,16 @@ def _resumed_key(
         refuse_reproducible(own)
     if saved["reproducible"] and not own.reproducible:
         raise Refused(
-            "expected a seed for a run that began with Rng.fixed, got a secret key, which cannot "
-            "hide the noise of its first steps; pass Rng.fixed, or start another run"
+            "expected Rng.fixed for a run that began with it, got a secret key, which cannot hide "
+            "the noise of its first steps; pass Rng.fixed, or start another run"
         )
     return own
 
 
 def _overtaken(folder: Path) -> Refused:
     return Refused(
-        f"expected to be the only process that resumes the run in {folder}, got another that went "
-        "on meanwhile; end it, and resume again"
+        f"expected to be the only process that resumes the run in {folder}, got another that "
+        "resumed it meanwhile; end it, and resume again"
     )
 
 
@@ -336,12 +343,14 @@ def _write_key(own: Rng, folder: Path, claim: Claim) -> None:
 
 
 def _own(rng: Rng) -> Rng:
-    """A key for one run: two runs from one key must not draw the same batches and noise."""
+    """Return a key for one run: two runs with one key must not draw the same batches and noise."""
+    # A reproducible run must not depend on the operating system's randomness.
     return rng.derive("run") if rng.reproducible else rng.derive("run", secrets.token_bytes(16))
 
 
 def _sampling(plan: Plan, own: Rng, fingerprint: Fingerprint, draw: str = "") -> Rng:
-    """The key of a run's batches; `draw` tells those of a run that could not draw its first."""
+    """Return the key of a run's batches; `draw` distinguishes new batches from lost ones."""
+    # Other data, another plan or version must draw other batches than those released.
     data = fingerprint(own.derive("data").words(4).tobytes())
     return own.derive("sampling", data, json.dumps(plan.terms()), version("hushgrad"), draw)
 
@@ -355,11 +364,11 @@ def _require_folder(folder: Path | None, resume: bool) -> None:
         )
     if there and not resume:
         raise Refused(
-            f"expected a folder without a run in it, got {folder}; pass resume=True to go on with "
-            "it, or name another folder"
+            f"expected a folder without a run in it, got {folder}; pass resume=True to resume "
+            "that run, or name another folder"
         )
 
 
 def none(key: bytes) -> str:
-    """The fingerprint of data that cannot be read beforehand."""
+    """Return the empty fingerprint, for data that cannot be read in advance."""
     return ""

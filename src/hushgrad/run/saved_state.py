@@ -1,4 +1,4 @@
-"""What a checkpoint must hold for a run of a plan to go on from it."""
+"""What a checkpoint must contain so that a run of a plan can resume from it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def require_state(saved: Mapping[str, Any], plan: Plan, path: Path) -> None:
     if not wrong:
         _require_same(plan, saved["plan"])
         steps = [saved["run"].get(name) for name in ("step", "taken")]
+        # type(...) is int: a bool passes isinstance and is no number of steps.
         if not all(type(n) is int and 0 <= n <= plan.steps for n in steps):
             wrong = ["run"]
     if wrong:
         raise Refused(
-            f"expected the checkpoint of a run in {path}, got one in which {', '.join(wrong)} "
-            "cannot be so; put an older copy in its place, or start another run"
+            f"expected the checkpoint of a run in {path}, got one with invalid {', '.join(wrong)}; "
+            "put an older copy in its place, or start another run"
         )
 
 
 def _require_same(plan: Plan, saved: Mapping[str, Any]) -> None:
+    # Through JSON, as the checkpoint's terms went: tuples become lists.
     now = json.loads(json.dumps(plan.terms()))
     changed = [f"{key} {saved.get(key)} → {now[key]}" for key in now if now[key] != saved.get(key)]
     if changed:

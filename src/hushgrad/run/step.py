@@ -27,8 +27,25 @@ _PLAIN = Execution()
 class StepContext:
     """What an algorithm is given at one step: the drawn batch to ask, and what the plan says.
 
-    `release` is the only way to a release. `regulariser` reads no record; `penalty` is its
-    gradient, once it is added to the estimate.
+    Guarantees: `release` is the only way to a release, and it refuses whatever the plan does not
+    allow before any noise is drawn.
+
+    Args:
+        rng: the key of the step's noise.
+        permit: what the step may release.
+        work: the drawn batch, and how it is processed; None where a query holds its own records.
+        clip: the clipping rule of this step.
+        divisor: the public number that sums are divided by.
+        relation: what makes two data sets neighbours.
+        regulariser: the user's penalty, a function of the parameters alone.
+        penalty: the gradient of the regulariser, once it was added to the estimate.
+
+    Example:
+        An algorithm's step asks for a clipped sum, and gets it back with noise:
+
+        >>> def step(self, context, state):
+        ...     query = ClippedSum(lambda here: [Summand(here, context.clip)])
+        ...     return context.mean(context.release(query)), state
     """
 
     rng: Rng
@@ -47,18 +64,18 @@ class StepContext:
 
     @property
     def params(self) -> Params:
-        """The parameters, at the iterate where gradients are taken."""
+        """The parameters, at the current iterate."""
         return self.batch_pass.objective.params
 
     @property
     def batch_pass(self) -> BatchPass:
-        """The batch that was drawn, and how it is worked through."""
+        """The drawn batch, and how it is processed."""
         assert self.work is not None, "this step has no batch"
         return self.work
 
     @property
     def releases(self) -> Sequence[Released]:
-        """What the step has released so far."""
+        """The releases of this step so far."""
         return self.permit.releases
 
     @property
@@ -67,7 +84,7 @@ class StepContext:
         return self.permit.allowances[0].noise
 
     def release(self, query: Query, *, noise: Noise | None = None) -> Released:
-        """The answer to a query, with the noise that the plan accounts for.
+        """Answer a query, with the noise that the plan accounts for.
 
         Args:
             query: what is asked of the batch that was drawn for the step.
@@ -77,10 +94,11 @@ class StepContext:
             The sum with its noise, on a public grid.
 
         Raises:
-            Refused: where the plan does not foresee the release: another kind of query, a second
-                one, another batch, less noise or another kind of it.
+            Refused: if the plan does not allow the release: another kind of query, a second one,
+                another batch, less noise or another kind of it.
         """
         permit, allowed = self.permit, self.permit.allowance(query)
+        # An adaptive algorithm may measure the same sum again with fresh noise.
         bounded = permit.sum_of(query)
         if bounded is None:
             bounded = query.bounded(self.work)
@@ -102,32 +120,54 @@ class StepContext:
         return released
 
     def affords(self, *events: DpEvent) -> bool:
-        """Whether releases that cost this much together still fit into the algorithm's limit."""
+        """Return whether releases that cost this much together still fit into the algorithm's
+        limit.
+
+        Raises:
+            Refused: if the algorithm has no limit.
+        """
         return self.permit.affords(*events)
 
     def mean(self, released: Released) -> dict[str, Tensor]:
-        """A released sum divided by the public size of a batch, in the memory of the sum."""
+        """Divide a released sum by the public size of a batch, reusing the memory of the sum."""
         values = released.values
+        # In place: a sum can be as large as the model, and is not needed again.
         return {name: values[name].div_(self.divisor) for name in self.params}
 
 
 def release_once(query: Query, noise: Noise, *, rng: Rng) -> Released:
-    """One release outside of a run: an evaluation, a perturbed minimiser, a record's own report.
+    """Make one release outside of a run: an evaluation, a perturbed minimiser, a record's own
+    report.
+
+    Guarantees: exactly one release, with exactly this noise. It is entered in no ledger; the caller
+    does that.
 
     Args:
-        query: what is asked; it holds its records itself.
-        noise: how much noise its answer gets.
-        rng: the key of this release alone; a second one needs another key.
+        query: what is asked; it holds its own records.
+        noise: how much noise the answer gets.
+        rng: the key of this release alone; a second release needs another key.
 
     Returns:
         The sum with its noise, on a public grid.
+
+    Raises:
+        Refused: if this is not a query of this library.
+
+    Example:
+        >>> from hushgrad.algorithms.local import OwnReport
+        >>> from hushgrad.noise import gaussian
+        >>> query = OwnReport({"weight": torch.ones(2)}, clip_norm=1.0)
+        >>> release_once(query, gaussian(1.0), rng=Rng.fixed(0)).event
+        GaussianDpEvent(noise_multiplier=1.0)
     """
     permit = Permit(0, (Allowance(type(query), noise),))
     return StepContext(rng, permit).release(query)
 
 
 def gradient_of(function: Callable[[], Tensor], params: Params) -> dict[str, Tensor]:
-    """The gradient of a function of the parameters alone; what it does not use is left out."""
+    """Return the gradient of a function of the parameters alone; parameters it does not use are
+    left out.
+    """
     with torch.enable_grad():
         found = torch.autograd.grad(function(), list(params.values()), allow_unused=True)
     return {n: g for n, g in zip(params, found, strict=True) if g is not None}
@@ -151,8 +191,8 @@ def clipped_sum(
 ) -> Bounded:
     """Sum the batch's clipped per-sample gradients, with their metrics beside them.
 
-    Guarantees: adding or removing one record moves the sum by at most `l2`, whatever the record
-    and the others are. Nothing is noised yet: a `Bounded` must not leave the process.
+    Guarantees: adding or removing one record moves the sum by at most `l2`, whatever that record
+    and the other records are. No noise is added yet: a `Bounded` must not leave the process.
 
     Args:
         loss: a function of a batch that returns one value for each record.
@@ -160,7 +200,7 @@ def clipped_sum(
         batch: nested tensors whose first dimension is the records.
         clip: the clipping rule; automatic clipping has no threshold to tune.
         groups: the parameters that are clipped together.
-        modules: those whose buffers are watched.
+        modules: the modules that the loss calls, whose buffers are checked.
         execution: the form of per-sample gradients and the size of micro-batches.
         metrics: numbers of each record that are summed beside its gradient.
         observed: the metrics' values that are not computed from the loss and the norms.
@@ -169,14 +209,18 @@ def clipped_sum(
         The sum, and the bound on one record's share of it.
 
     Raises:
-        Refused: where the model cannot be handled correctly; the message names the remedy.
+        Refused: if the model cannot be handled correctly; the message names the remedy.
 
-    >>> layer = nn.Linear(3, 1)
-    >>> params = dict(layer.named_parameters())
-    >>> bounded = clipped_sum(lambda x: layer(x)[:, 0], params, torch.randn(5, 3))
-    >>> sorted(bounded.sum), bounded.l2
-    (['bias', 'weight'], 1.004)
+    Example:
+        >>> layer = nn.Linear(3, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> bounded = clipped_sum(lambda x: layer(x)[:, 0], params, torch.randn(5, 3))
+        >>> sorted(bounded.sum), bounded.l2
+        (['bias', 'weight'], 1.004)
+
+    Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
     """
+    # The same query as in a run, so that both compute the same sum.
     objective = execution.objective(loss, params, modules)
     work = BatchPass(objective, batch, groups, execution, metrics, observed, clip)
     return ClippedSum(lambda here: [Summand(here, clip)]).bounded(work)

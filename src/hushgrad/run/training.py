@@ -1,20 +1,17 @@
-"""Training: the user's loop, with a private gradient in the place of the ordinary one."""
+"""Training: a user's loop in which `run.step` replaces the backward pass and the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hushgrad.batches.nested import leaves_of
-from hushgrad.clipping.pieces import pieces_for
-from hushgrad.gradients import RecordValues, check_optimizer, forget_structure, observe
-from hushgrad.iterates import set_values
-from hushgrad.ledger import Budget, Entry
-from hushgrad.noise import NoiseBuffer
+from hushgrad.gradients import check_optimizer, forget_structure
+from hushgrad.ledger import Budget
 from hushgrad.parallel.single import refuse_wrapped, require_one_process
 from hushgrad.rng import Rng
 from hushgrad.run.admission import (
@@ -24,311 +21,18 @@ from hushgrad.run.admission import (
     require_first_order,
     require_folder_allowed,
     require_kind,
-    require_same_parameters,
-    require_watched,
     trainable,
 )
-from hushgrad.run.checkpoint import pack_tags, unpack_tags
-from hushgrad.run.drawn import DrawnBatch
 from hushgrad.run.execution import Execution
-from hushgrad.run.guarantee import Guarantee
-from hushgrad.run.metrics import NAME, Reading, pack_readings, smoothed, unpack_readings
 from hushgrad.run.penalties import Constants
 from hushgrad.run.plan import Plan
-from hushgrad.run.query import BatchPass
-from hushgrad.run.randomness import own_randomness
-from hushgrad.run.resuming import Keep, RunStore, none, open_store
-from hushgrad.run.snapshot import Snapshot
-from hushgrad.run.step import StepContext, gradient_of
-from hushgrad.types import Batch, Loss, Params, Refused
+from hushgrad.run.resuming import Keep, none, open_store
+from hushgrad.run.run import Run
 
-_MOST_UNUSED = 1  # batches in a row: a step may be left out by an error, and not as a rule
+__all__ = ["Run", "train"]
+
 _PLAIN = Execution()
 _NOTHING: Mapping[str, Any] = {}
-
-
-class Run:
-    """A private training run: draws the batches of its plan, and takes one step for each.
-
-    Guarantees: what is drawn is what the plan accounts for; noise is added once to each step, also
-    to an empty batch; the gradient is divided by a public number; only released values reach the
-    optimizer. Nothing but the run's steps moves the model from the first batch until the run is
-    finished: this is checked by the bits of its parameters, its buffers and the optimizer's state.
-    The run ends with its plan.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Callable[[range], Iterator[Batch]],
-        *,
-        plan: Plan,
-        memory: RunStore,
-        execution: Execution,
-        constants: Constants,
-    ) -> None:
-        self.plan = plan
-        self.readings: list[Reading] = []
-        self._model, self._optimizer, self._batches = model, optimizer, batches
-        self._memory, self._execution = memory, execution
-        self._params: Params = trainable(model)
-        self._clip = plan.clip.at(plan.clip.clip_norm)
-        self._remembered: dict[str, Any] = {}
-        self._output = plan.parts.output.begin(plan.steps, memory.rng)
-        self._spent = 0.0  # of the algorithm's limit
-        self._tags: list[bytes] = []  # of the releases that correlated noise is made again from
-        self._noise_buffer = NoiseBuffer()
-        self._position = self.steps_taken = 0
-        self._drawn: DrawnBatch | None = None
-        self._unused = 0
-        self._ended_at: int | None = None
-        self._finished = False
-        self._left: Snapshot | None = None  # how the last step, or a checkpoint, left the model
-        self._constants = constants
-        memory.restore(self, self._load)
-
-    def __len__(self) -> int:
-        return self.plan.parts.output.length(self._output, self.plan.steps)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches of the steps that are left; each is good for one step.
-
-        A batch that was drawn counts as a step, whether it is used or not; raises `Refused` at the
-        second in a row that no step has used, and where the model was moved by anything but the
-        run's steps. A loop that others have overtaken ends at the plan's end, and is refused before
-        it.
-        """
-        steps = range(self._position, len(self))
-        for step, batch in enumerate(self._batches(steps), steps.start):
-            if self._finished or self._position == len(self):
-                return
-            if self._remembered.get("over"):
-                break
-            if self._position != step:
-                raise Refused(
-                    "expected one loop over the run at a time, got another that went on meanwhile; "
-                    "draw the batches in one loop: a batch that comes twice is not accounted for"
-                )
-            self._draw(batch)
-            yield batch
-        if not self._finished:
-            self.finish()
-
-    def _draw(self, batch: Batch) -> None:
-        self._require_own_model()
-        if self._left is None:  # what moved the model before its first batch was no step
-            self._left = Snapshot.of(self._model, self._optimizer)
-        self._unused = 0 if self._drawn is None else self._unused + 1
-        if self._unused > (0 if self.plan.correlated else _MOST_UNUSED):
-            raise Refused(
-                f"expected run.step for each batch that is drawn, got {self._unused} without it; "
-                "call run.step(loss, batch) in the place of loss.backward() and optimizer.step(), "
-                "also for an empty batch, whose step is noise alone"
-            )
-        self._memory.drawn(self._position)
-        self._position += 1
-        self._drawn = DrawnBatch(batch)
-
-    def step(
-        self,
-        loss: Loss,
-        batch: Batch,
-        *,
-        penalty: Callable[[], Tensor] | None = None,
-        watch: Mapping[str, RecordValues] = _NOTHING,
-    ) -> None:
-        """One private step on the batch that was just drawn.
-
-        `loss(batch)` returns one value for each record; random numbers that it draws from torch
-        follow from the run's key, so that a resumed run draws them again. `penalty()` reads no
-        record (a weight decay, say), and its gradient is added after the noise. `watch` has a
-        function for each of the plan's watched metrics: of a batch, to a value from 0 to 1 for
-        each record.
-
-        The step moves the parameters by the optimizer: do not call `optimizer.step()` yourself.
-        `p.grad` then holds the released gradient, and what is done to it comes too late. `batch`
-        is the one that was drawn; its tensors may be on another device or of another dtype.
-        """
-        require_one_process()
-        drawn = self._require_drawn(batch)
-        require_same_parameters(self._model, self._params)
-        check_optimizer(self._optimizer, self._params)
-        self._require_own_model()
-        require_watched(watch, self.plan.metrics)
-        if penalty is not None:
-            self._constants.require(penalty, self._params, drawn.batch, batch)
-        self._drawn = None
-        for p in self._params.values():
-            p.grad = None  # the last step's, which would only take memory
-        plan, step = self.plan, self._position - 1
-        context = self._context(loss, batch, watch, step, penalty)
-        with own_randomness(self._memory.rng.derive("model", step)):
-            estimate, remembered = plan.parts.step(context, self._remembered)
-        if not remembered.get("over"):
-            context.permit.require_release()
-        self._memory.released(step, context.permit.digest)
-        self._remembered, self._spent = remembered, context.permit.spent
-        if plan.correlated:
-            self._tags.append(context.permit.digest)
-        self._read(context)
-        if penalty is not None and not plan.parts.owns_penalty:
-            context.penalty.update(gradient_of(penalty, self._params))
-        for name, p in self._params.items():
-            grad = estimate[name].to(p.dtype)
-            p.grad = grad + context.penalty[name] if name in context.penalty else grad
-        output = plan.parts.output
-        self._output = output.before(self._output, context)
-        plan.parts.update(self._params, self._optimizer)
-        self.steps_taken += 1
-        self._output = output.after(self._output, self._params, self.steps_taken)
-        self._left = Snapshot.of(self._model, self._optimizer)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The plan's metrics over the last 50 steps, as they were released; {} without any."""
-        return smoothed(self.readings)
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """What the run guarantees, whenever it ends.
-
-        Raises `Refused` where something else than the run's steps has moved the model.
-        """
-        if not self._finished:
-            self._require_own_model()
-        return Guarantee(
-            self.plan,
-            self.steps_taken,
-            self._memory.rng.reproducible,
-            self._memory.charges,
-            steps_unused=self.steps_drawn - self.steps_taken - (self._drawn is not None),
-        )
-
-    @property
-    def steps_drawn(self) -> int:
-        """The number of steps whose batches were drawn, which is what the run is charged for."""
-        return self._position if self._ended_at is None else self._ended_at
-
-    @property
-    def entry(self) -> Entry | None:
-        """The run's entry in a ledger; None without a budget and a folder."""
-        return self._memory.entry
-
-    def save(self) -> None:
-        """Write a checkpoint to the run's folder; it never holds the key."""
-        self._require_own_model()
-        self._memory.save(self)
-
-    def finish(self) -> None:
-        """End the run: settle its budget and destroy its key. The end of its batches does so.
-
-        From then on the model is yours: what is done to it is no matter of the run any more.
-        """
-        if self._finished:
-            return
-        self._require_own_model()
-        self._drawn = None
-        found = self.plan.parts.output.result(self._output)
-        if found is not None:
-            set_values(self._params, found)
-        self._ended_at = self.steps_drawn  # also at a second try, after the disk was full
-        self._position = len(self)  # so that the last checkpoint has no steps left
-        self._memory.finish(self)
-        self._finished = True
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the run itself."""
-        return {
-            "step": self._position - (self._drawn is not None),  # that batch is drawn again
-            "taken": self.steps_taken,
-            "drawn": self.steps_drawn,
-            "clip_norm": self._clip.clip_norm,
-            "readings": pack_readings(self.readings),
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "algorithm": self._remembered,
-            "output": self._output,
-            "spent": self._spent,
-            "tags": pack_tags(self._tags),
-        }
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned in another process.
-
-        Private: steps that are taken again must be charged, as a resumed run's are.
-        """
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._clip = self.plan.clip.at(state["clip_norm"])
-        self._remembered, self._output = state["algorithm"], state["output"]
-        self._position, self.steps_taken = state["step"], state["taken"]
-        self._spent, self._tags = state["spent"], unpack_tags(state["tags"])
-        self._ended_at = state["drawn"] if state["drawn"] < state["step"] else None
-        names = self.plan.metrics.names if self.plan.metrics else ()
-        self.readings = unpack_readings(state["readings"], names)
-        self._left = Snapshot.of(self._model, self._optimizer)
-
-    def _observed(
-        self, watch: Mapping[str, RecordValues], part: Batch, step: int
-    ) -> dict[str, Tensor]:
-        test = step & (step - 1) == 0  # as the model's independence is
-        return {
-            name: observe(values, part, modules=(self._model,), test=test)
-            for name, values in watch.items()
-        }
-
-    def _context(
-        self,
-        loss: Loss,
-        batch: Batch,
-        watch: Mapping[str, RecordValues],
-        step: int,
-        penalty: Callable[[], Tensor] | None,
-    ) -> StepContext:
-        plan = self.plan
-        work = BatchPass(
-            self._execution.objective(loss, self._params, (self._model,)),
-            batch,
-            groups=plan.groups,
-            execution=self._execution,
-            metrics=plan.metrics,
-            observed=lambda part: self._observed(watch, part, step),
-            expected=self._clip,
-            pieces=pieces_for(plan.divisor_at(step), self._memory.sampling.derive("pieces", step)),
-            batch_size=plan.largest_batch,
-        )
-        return StepContext(
-            self._memory.rng,
-            plan.permit(step, batch, spent=self._spent, past=self._tags, buffer=self._noise_buffer),
-            work,
-            self._clip,
-            plan.divisor_at(step),
-            plan.relation,
-            penalty,
-        )
-
-    def _read(self, context: StepContext) -> None:
-        metrics = self.plan.metrics
-        if metrics is not None:
-            released = context.releases[0]
-            found = released.values[NAME]
-            values = metrics.read(found, l2=released.l2, expected=context.divisor)
-            self.readings.append(Reading(context.step, values))
-            self._clip = self.plan.clip.next_rule(self._clip, values["clipped"])
-
-    def _require_drawn(self, batch: Batch) -> DrawnBatch:
-        if self._drawn is None:
-            raise Refused(
-                "expected a batch that the run has drawn and that no step has used, got another; "
-                "call run.step once for each batch of `for batch in run`"
-            )
-        self._drawn.require(batch)
-        return self._drawn
-
-    def _require_own_model(self) -> None:
-        if self._left is not None:
-            self._left.require_same(self._model, self._optimizer)
 
 
 @needs_rng
@@ -345,13 +49,50 @@ def train(
     resume: bool = False,
     keep: Keep = _NOTHING,
 ) -> Run:
-    """Start a private training run of `model` on `data`, by any first-order optimizer.
+    """Start a private training run of `model` on `data`, with any first-order optimizer.
 
-    `data` is a tensor, an array, a tuple or mapping of them, a map-style data set, or a
-    `sampling.Loader` of one. With a sampling that was `Stated`, it is left None.
+    Nothing is trained yet. The returned `Run` yields the batches, and `run.step(loss, batch)`
+    replaces `loss.backward()` and `optimizer.step()`.
 
-    The run is charged to `budget`. In `folder` it keeps checkpoints and its key; with `resume` it
-    goes on from there. What `keep` names (a schedule, an average) is saved along.
+    Guarantees: the trained model is (ε, δ)-differentially private, with the ε and δ of `plan`, if
+    the `rng` is secret. Every part of that guarantee, and what it assumes, is in `run.guarantee`.
+
+    Args:
+        model: the model; its parameters that require a gradient are trained.
+        optimizer: a first-order optimizer of exactly these parameters, such as SGD or Adam.
+        data: a tensor, an array, a tuple or mapping of them, a map-style data set, or a
+            `sampling.Loader` of one; None with `sampling.Stated`, whose loader has the data.
+        plan: the plan to carry out, made by `hg.plan`.
+        rng: the key of batches and noise: `hg.Rng.from_os()`, or `hg.Rng.fixed(seed)` for a run
+            that is reproducible and not private.
+        execution: how gradients are computed; it changes speed and memory, never the guarantee.
+        budget: the account of a ledger that the run is charged to.
+        folder: where the run keeps its checkpoints and its key; without one it writes nothing.
+        resume: whether to go on from the checkpoint in `folder`.
+        keep: objects with a `state_dict`, by name, that are saved with each checkpoint, such as a
+            learning rate schedule or an average of the model.
+
+    Returns:
+        The run, ready for its first batch.
+
+    Raises:
+        TypeError: if `rng` is missing.
+        ValueError: if an argument is of another kind.
+        Refused: if the run would not be private as planned, or `budget` cannot pay for it; the
+            message names the remedy.
+
+    Example:
+        >>> from hushgrad.run.plan import plan
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> p = plan(records=64, batch=16, epochs=1, delta=1e-3, noise_multiplier=1.0)
+        >>> run = train(model, optimizer, torch.randn(64, 3), plan=p, rng=Rng.fixed(0))
+        >>> for batch in run:
+        ...     run.step(lambda x: model(x)[:, 0].square(), batch)
+        >>> run.steps_taken
+        4
+
+    Reference: Abadi et al. 2016, Deep Learning with Differential Privacy, Algorithm 1.
     """
     require_kind("rng", rng, Rng, "Rng.from_os()")
     require_kind("plan", plan, Plan, "hg.plan(…)")
@@ -361,6 +102,7 @@ def train(
     refuse_wrapped((model,))
     require_first_order(optimizer)
     check_optimizer(optimizer, trainable(model))
+    # An earlier run of these parameters may have had another loss.
     forget_structure(trainable(model))
     require_folder_allowed(plan, folder)
     loader = loader_of(data, plan)
@@ -376,12 +118,14 @@ def train(
     return Run(
         model,
         optimizer,
+        # Drawn by the run's own key, so that no other run draws the same batches.
         batches_of(loader, plan, memory.sampling),
         plan=plan,
         memory=memory,
         execution=execution,
         constants=Constants(
             (model, *(thing for thing in keep.values() if isinstance(thing, nn.Module))),
+            # A penalty that reads the data set itself would bypass the noise.
             private=() if loader is None else leaves_of(loader.columns),
         ),
     )

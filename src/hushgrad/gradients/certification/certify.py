@@ -69,15 +69,23 @@ class Certificate:
         form: the form that was certified, and is used.
         run: its run, with what it keeps from pass to pass.
         sites: the operations on private parameters, in order, and where the records were.
-        free_buffers: the buffers that a pass may write, since it writes them alike.
+        free_buffers: the buffers that a pass may write, since it writes the same for any records.
         largest: the most rows of a pass that was tested.
         evidence: the worst that was seen.
-        why_not: for each form that was tried in vain, why.
-        multiple: passes are filled up to a multiple of so many rows.
+        why_not: for each form that could not be certified, why.
+        multiple: passes are padded to a multiple of so many rows.
         period: rows are rounded alike whose places are equal modulo this.
         sizes: numbers of rows at which independence was tested.
         lasting: False if all records were alike, so that the next batch must be tested anew.
         steps: how many times it was used after the first.
+
+    Example:
+        >>> from hushgrad.gradients import certificate_for
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> params = dict(layer.named_parameters())
+        >>> certificate = certificate_for(lambda x: layer(x).squeeze(1), params, torch.randn(4, 2))
+        >>> len(certificate.sites), certificate.why_not
+        (1, {})
     """
 
     form: Form

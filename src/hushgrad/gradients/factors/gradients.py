@@ -199,15 +199,26 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 def difference(new: PerSample, old: PerSample) -> Gradients:
     """Subtract per-sample gradients at two iterates, without subtracting large numbers.
 
-    Uses pair by call site: `b'(x)a' - b(x)a = b'(x)(a'-a) + (b'-b)(x)a`. Where the two passes do
-    not pair, both gradients are written out and subtracted.
+    Uses are paired by call site: `b'(x)a' - b(x)a = b'(x)(a'-a) + (b'-b)(x)a`. Where the two passes
+    do not pair, both gradients are written out and subtracted.
 
     Args:
-        new, old: gradients of the same records and parameters, in any form but `recomputed`.
+        new, old: gradients of the same records and parameters, in any form except `recomputed`.
 
     Raises:
         Refused: if one of them holds no factors.
         ValueError: if they are of other records or parameters.
+
+    Example:
+        >>> from hushgrad.gradients import per_sample
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> loss = lambda x: (x * weight).sum(1).square()
+        >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> old = per_sample(loss, {"weight": weight}, rows)
+        >>> weight.data += 0.5
+        >>> new = per_sample(loss, {"weight": weight}, rows)
+        >>> [round(x, 3) for x in difference(new, old).sq_norms()["weight"].tolist()]
+        [1.0, 1.0]
 
     Reference: the recursive estimators of STORM and DP-SRM need it at every step.
     """
@@ -265,8 +276,19 @@ def _subtract(new: Gradients, old: Gradients, name: str) -> dict[UseKey, Use]:
 def require_factors(gradients: PerSample) -> Gradients:
     """Return the same gradients, typed as those that hold factors.
 
+    Args:
+        gradients: per-sample gradients of any form.
+
     Raises:
-        Refused: if they do not, as those of the form `recomputed`, which are summed once.
+        Refused: if they hold no factors, like those of the form `recomputed`, which are summed
+            once.
+
+    Example:
+        >>> from hushgrad.gradients import per_sample
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> found = per_sample(lambda x: x @ weight, {"weight": weight}, torch.ones(3, 2))
+        >>> require_factors(found) is found
+        True
     """
     if isinstance(gradients, Gradients):
         return gradients

@@ -20,7 +20,15 @@ from hushgrad.gradients.factors.sums import DOUBLE, is_cheap, sum_of_products, s
 
 @dataclass(frozen=True)
 class Dense:
-    """A gradient that is written out: one tensor of the parameter's shape for each record."""
+    """A gradient that is written out: one tensor of the parameter's shape for each record.
+
+    Args:
+        values: the records' gradients.
+
+    Example:
+        >>> Dense(torch.ones(3, 2)).batch
+        3
+    """
 
     values: Float[Tensor, batch * shape]
 
@@ -80,7 +88,16 @@ class Dense:
 
 @dataclass(frozen=True)
 class Outer:
-    """`sum_t b_t (x) a_t`: the gradient, of shape [p, d], of a map applied at positions t."""
+    """`sum_t b_t (x) a_t`: the gradient, of shape [p, d], of a linear map applied at positions t.
+
+    Args:
+        a: the map's inputs at each position.
+        b: the gradient of the loss in the map's outputs at each position.
+
+    Example:
+        >>> Outer(torch.ones(3, 1, 2), torch.ones(3, 1, 5)).positions
+        1
+    """
 
     a: Float[Tensor, "batch t d"]
     b: Float[Tensor, "batch t p"]
@@ -144,7 +161,17 @@ class Outer:
 
 @dataclass(frozen=True)
 class OneHot:
-    """`sum_t e_index_t (x) b_t`: the gradient, of shape [rows, p], of rows looked up in a table."""
+    """`sum_t e_index_t (x) b_t`: the gradient, of shape [rows, p], of rows looked up in a table.
+
+    Args:
+        index: the row that is looked up at each position.
+        b: the gradient of the loss in the looked-up row at each position.
+        rows: the number of rows of the table.
+
+    Example:
+        >>> OneHot(torch.tensor([[4, 0]]), torch.ones(1, 2, 3), rows=5).batch
+        1
+    """
 
     index: Int[Tensor, "batch t"]
     b: Float[Tensor, "batch t p"]

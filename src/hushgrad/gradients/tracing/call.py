@@ -37,10 +37,21 @@ class Call:
 
     Args:
         operands: the private parameters of the pass, and functions of them.
-        function: what will run; a rule may put a function in its place that gives the same result.
+        function: what will run; a rule may replace it by a function that gives the same result.
         batch: how many rows there are, one for each record.
         arguments: as the operation was called, by position and by name.
         places: for each tensor without a private parameter, where its records are.
+        trusted: whether the operation is known to draw no random numbers and to return a tensor of
+            its own; set by the rules.
+
+    Example:
+        A rule asks where the records are in the output, for a function that adds 2p to x:
+
+        >>> def rule_of_scaled_add(call, x, p):
+        ...     def factors(gradient):
+        ...         yield p, Dense(2 * call.out.rows(gradient, call.batch).sum(1))
+        ...
+        ...     return (), factors
     """
 
     operands: Operands
@@ -49,7 +60,6 @@ class Call:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     places: dict[int, Place]
     output: Place = field(init=False)
-    # Is the operation known to draw nothing, and to return a tensor of its own? Set by the rules.
     trusted: bool = True
 
     def private(self, x: Any) -> bool:

@@ -18,13 +18,14 @@ _RUN = (
     "training",
 )
 MOVED = {
-    "aggregate": "clipping.aggregate",
-    "grouping": "clipping.groups",
-    "persample": "gradients",
-    "points": "iterates",
-    "recipe": "launch.recipe",
-    "words": "launch.words",
-    **{name: f"run.{name}" for name in _RUN},
+    "aggregate": "hushgrad.clipping.aggregate",
+    "grouping": "hushgrad.clipping.groups",
+    "persample": "hushgrad.gradients",
+    "points": "hushgrad.iterates",
+    "recipe": "hushgrad.launch.recipe",
+    "reproductions": "hushgrad_reproductions",
+    "words": "hushgrad.launch.words",
+    **{name: f"hushgrad.run.{name}" for name in _RUN},
 }
 """Modules of version 0.1 and their new names."""
 
@@ -39,7 +40,7 @@ class Moved(MetaPathFinder):
         package, _, name = fullname.partition(".")
         new = MOVED.get(name) if package == __package__ else None
         if new is not None:
-            raise ModuleNotFoundError(f"{fullname} is now called {package}.{new}", name=fullname)
+            raise ModuleNotFoundError(f"{fullname} is now called {new}", name=fullname)
 
 
 def name_what_moved() -> None:

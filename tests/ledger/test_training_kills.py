@@ -220,8 +220,8 @@ def test_a_settled_run_is_not_resumed_on_edited_data(stopped: tuple[Path, Path])
     shutil.copytree(folder, copy)
     spent = finished(path, folder).spent
     for edited, lost, message in (
-        (True, False, "got other batches than it has drawn"),
-        (False, True, "got other batches than it has drawn"),
+        (True, False, "got other batches than it drew before"),
+        (False, True, "got other batches than it drew before"),
     ):
         if lost:
             (copy / "key").unlink()

@@ -31,9 +31,9 @@ class Ball:
         ValueError: if the radius is not positive and finite.
 
     Example:
-        >>> weight = torch.tensor([3.0, 4.0])
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> Ball(1.0)({"weight": weight})
-        >>> weight
+        >>> weight.data
         tensor([0.6000, 0.8000])
     """
 
@@ -61,9 +61,9 @@ class Box:
         ValueError: if `low` is above `high`.
 
     Example:
-        >>> weight = torch.tensor([-2.0, 0.5])
+        >>> weight = torch.nn.Parameter(torch.tensor([-2.0, 0.5]))
         >>> Box(-1.0, 1.0)({"weight": weight})
-        >>> weight
+        >>> weight.data
         tensor([-1.0000,  0.5000])
     """
 
@@ -89,9 +89,9 @@ class Simplex:
         ValueError: if the total is not positive and finite.
 
     Example:
-        >>> weight = torch.tensor([1.0, 0.5, -1.0])
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 0.5, -1.0]))
         >>> Simplex()({"weight": weight})
-        >>> weight
+        >>> weight.data
         tensor([0.7500, 0.2500, 0.0000])
 
     Reference: Duchi et al. 2008, Efficient Projections onto the l1-Ball.
@@ -124,9 +124,9 @@ class Affine:
         target: a public vector, one entry for each row.
 
     Example:
-        >>> weight = torch.tensor([1.0, 1.0])
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
         >>> Affine(torch.ones(1, 2).double(), torch.ones(1).double())({"weight": weight})
-        >>> weight
+        >>> weight.data
         tensor([0.5000, 0.5000])
     """
 

@@ -14,7 +14,7 @@ import hushgrad as hg
 from hushgrad import Refused, Relation, Rng
 from hushgrad.accounting import PLD, RDP
 from hushgrad.algorithms import PerDistance, Sgd, SpiderBoost, Srm
-from hushgrad.algorithms.algorithm import count_stages
+from hushgrad.algorithms.schedule import count_stages
 from hushgrad.clipping.aggregate import SUM_SLACK
 from hushgrad.clipping.rules import abadi
 from hushgrad.events import count_leaves

@@ -301,3 +301,25 @@ def test_an_empty_batch_is_released_as_any_other() -> None:
     run, net = run_of(FedAvg(0.1), batch=1, epochs=1 / 40, sampling=hg.sampling.Poisson(1e-6))
     run.step(lambda b: loss_of(net)(b), next(iter(run)))
     assert run.steps_taken == 1
+
+
+@dataclass(frozen=True)
+class Wavering:
+    """Its third step has half of the noise, which its `repeats` denies."""
+
+    repeats = (0, 1)
+
+    def stage(self, step: int, conditions: Any) -> StepPlan:
+        return StepPlan(conditions.sampling, noise=0.5 if step == 2 else 1.0)
+
+    def step(self, context: StepContext, state: State) -> tuple[dict[str, Tensor], State]:
+        return context.mean(context.release(ask(context))), state
+
+
+def test_a_step_gets_the_noise_that_its_run_is_charged_for() -> None:
+    plain = hg.plan(records=40, batch=20, epochs=2, delta=1e-3, noise_multiplier=1.0)
+    plan = replace(plain, algorithm=Wavering())
+    assert plan.event(4) == plain.event(4)
+    assert {plan.noise_at(step).noise_multiplier for step in range(4)} == {1.0}
+    with pytest.raises(AssertionError, match="leave `repeats` out"):
+        check_algorithm(Wavering())

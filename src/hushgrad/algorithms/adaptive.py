@@ -86,6 +86,7 @@ class Agd:
     gamma: float = 0.1
     output: Output = last
     carries_metrics: ClassVar[bool] = False
+    repeats: ClassVar[tuple[int, int]] = (0, 1)
     owns_penalty: ClassVar[bool] = True  # steps are chosen with it
 
     def __post_init__(self) -> None:
@@ -103,8 +104,7 @@ class Agd:
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Every step sees every record; the noise of its releases is chosen as it goes."""
         # Noise 1: the algorithm chooses a multiple of it and pays for that.
-        objectives = Allowance(Objectives, laplace(1.0))
-        return StepPlan(conditions.sampling, extra=(objectives,))
+        return StepPlan(conditions.sampling, extra=(_CHOICE,))
 
     def limit(self, noise_multiplier: float, conditions: Conditions) -> ZcdpLimit:
         """Return ρ of the run, however many steps it takes."""
@@ -195,6 +195,7 @@ class Objectives:
 
 
 _SCORES = "scores"
+_CHOICE = Allowance(Objectives, laplace(1.0))  # of a length for the step
 _EVERY, _GROWTH = 10, 1.1  # the original's τ and 1 + η
 
 

@@ -8,26 +8,22 @@ the user's optimizer. An algorithm defines what differs from DP-SGD; `AlgorithmP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from dp_accounting import ComposedDpEvent, DpEvent
-from dp_accounting.dp_event import NoOpDpEvent
+from dp_accounting import DpEvent
 from torch import Tensor
 
 from hushgrad.algorithms.output import Output, last
 from hushgrad.clipping.rules import Adaptive, Clip
 from hushgrad.events import repeated
 from hushgrad.noise import Independent, Noise, NoiseKind
-from hushgrad.rng import Rng
 from hushgrad.run.permit import Allowance, StepMechanism, ZcdpLimit
 from hushgrad.run.query import ClippedSum
 from hushgrad.run.step import StepContext
-from hushgrad.sampling import Sampling, Scheme
-from hushgrad.sampling.draws import Positions
+from hushgrad.sampling import Sampling
 from hushgrad.types import Params, Refused, Relation
 
 INDEPENDENT = Independent()
@@ -157,6 +153,8 @@ class AlgorithmParts:
         owns_penalty: whether the algorithm itself reads the context's regulariser, whose gradient
             is otherwise added to the estimate.
         one_bound: whether one record has the same bound at all steps, as correlated noise needs.
+        repeats: (first, length) if from step `first` on the plans of steps repeat every `length`
+            steps, as SpiderBoost's do; None if each step is to be asked for.
 
     Example:
         >>> from hushgrad.algorithms import Sgd
@@ -173,12 +171,15 @@ class AlgorithmParts:
     carries_metrics: bool
     owns_penalty: bool
     one_bound: bool
+    repeats: tuple[int, int] | None
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> AlgorithmParts:
         """Return the parts of an algorithm, those of DP-SGD where it has none of its own."""
         # By attribute, so that an algorithm needs no base class.
         own = {name: getattr(algorithm, name, default) for name, default in _USUAL.items()}
+        if own["stage"] is _USUAL["stage"]:
+            own["repeats"] = (0, 1)
         return cls(step=algorithm.step, **own)
 
     def require(self, conditions: Conditions) -> None:
@@ -221,110 +222,9 @@ _USUAL: dict[str, Any] = {
     "carries_metrics": True,
     "owns_penalty": False,
     "one_bound": True,
+    "repeats": None,
 }
 """DP-SGD's parts: every step alike, nothing to refuse, the optimizer's step, the last iterate."""
-
-
-class Schedule:
-    """What each of a run's `steps` steps may release, and the event of the run, composed by the
-    library.
-
-    An algorithm states no event. The event follows from what its steps are allowed to release, and
-    `StepContext.release` enforces that.
-
-    Example:
-        >>> from hushgrad.run.plan import plan
-        >>> p = plan(records=1000, batch=100, epochs=1, delta=1e-5, noise_multiplier=1.0)
-        >>> p.schedule.counts(10) == [(p.stage(0), 10)]
-        True
-    """
-
-    def __init__(self, parts: AlgorithmParts, conditions: Conditions, steps: int) -> None:
-        self._parts, self._conditions, self._steps = parts, conditions, steps
-        self._kinds: list[StepPlan] = []
-        alike = parts.stage is _USUAL["stage"]  # then one step stands for all, however many
-        found = [self._kind(step) for step in range(1 if alike else steps)]
-        # A number for each step: a run may have millions of steps, and few distinct plans.
-        self._which = np.asarray(found, dtype=np.int64)
-
-    def _kind(self, step: int) -> int:
-        """Return the index of a step's plan among those seen so far, of which there are few."""
-        plan = self._parts.stage(step, self._conditions)
-        if plan not in self._kinds:
-            self._kinds.append(plan)
-        return self._kinds.index(plan)
-
-    def counts(self, steps: int) -> list[tuple[StepPlan, int]]:
-        """Return each distinct plan of a step with its number of steps, in the order of first
-        steps.
-        """
-        if len(self._kinds) == 1:
-            return [(self._kinds[0], steps)] if steps else []
-        # Order among steps does not matter: composition is symmetric.
-        counts = np.bincount(self._which[:steps], minlength=len(self._kinds)).tolist()
-        return [(plan, n) for plan, n in zip(self._kinds, counts, strict=True) if n]
-
-    def event(self, noise_multiplier: float) -> DpEvent:
-        """Return the whole run as one event, including the choice of its output."""
-        return self.event_after(self._steps, noise_multiplier)
-
-    def event_after(self, steps: int, noise_multiplier: float) -> DpEvent:
-        """Return the first `steps` steps as one event, including the choice of its output."""
-
-        def rounds(count: int) -> DpEvent:
-            return self._composed(count, noise_multiplier)
-
-        return self._parts.output.event(rounds, steps)
-
-    def _composed(self, steps: int, noise_multiplier: float) -> DpEvent:
-        # A limit is charged whole: when an adaptive run ends may depend on what it released.
-        limit = self._parts.limit(noise_multiplier, self._conditions)
-        if limit is not None:
-            return limit.event if steps else NoOpDpEvent()
-        return composed(self.counts(steps), noise_multiplier, self._conditions)
-
-
-def composed(
-    counts: Sequence[tuple[StepPlan, int]], noise_multiplier: float, conditions: Conditions
-) -> DpEvent:
-    """Return the event of steps that release all that they may, by the number of each kind.
-
-    A batch at which gradients are taken at two iterates is one batch, and its sum one event.
-    """
-    for stage, _ in counts:
-        if stage.extra:
-            raise Refused(
-                "expected a limit with an algorithm that releases more than one kind of answer, "
-                'got none; state it by a method "limit", as Agd does'
-            )
-    # Steps that are all alike let a sampling amplify over a whole run.
-    if len(counts) == 1:
-        (stage, count), records = counts[0], conditions.records
-        if not AlgorithmParts.is_independent(conditions.noise):
-            return conditions.noise.run_event(
-                noise_multiplier, sampling=stage.sampling, num_records=records, num_steps=count
-            )
-        event = stage.event(noise_multiplier, conditions.noise)
-        return stage.sampling.run_event(event, num_records=records, num_steps=count)
-    each = []
-    for stage, count in counts:
-        event = stage.event(noise_multiplier, conditions.noise)
-        one = stage.sampling.amplify(event, num_records=conditions.records)
-        each.append(repeated(count, one))
-    return ComposedDpEvent(each) if each else NoOpDpEvent()
-
-
-def count_stages(stages: Iterable[StepPlan]) -> list[tuple[StepPlan, int]]:
-    """Return each distinct plan of a step with its number of steps, in the order of first steps."""
-    found: list[tuple[StepPlan, int]] = []
-    for stage in stages:
-        for k, (known, count) in enumerate(found):
-            if known == stage:
-                found[k] = (known, count + 1)
-                break
-        else:
-            found.append((stage, 1))
-    return found
 
 
 def resized(conditions: Conditions, batch: int | None) -> Sampling:
@@ -374,26 +274,3 @@ def refuse_direct(output: Output) -> None:
             f"expected an output rule that does not read a step's sum, got {output}, where "
             "estimates combine several releases; use last, average() or uniform()"
         )
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """The batches of an algorithm whose steps do not all sample alike, drawn step by step."""
-
-    stage: Callable[[int], StepPlan]
-    plan: Scheme
-
-    @property
-    def relations(self) -> frozenset[Relation]:
-        """The relations of the plan's sampling."""
-        return self.plan.relations
-
-    def span(self, num_records: int, *, length: int) -> int:
-        """Return what the plan's sampling returns."""
-        return self.plan.span(num_records, length=length)
-
-    def draw(self, num_records: int, *, step: int, rng: Rng) -> Positions:
-        """Return the positions in the batch of one step."""
-        sampling = self.stage(step).sampling
-        assert isinstance(sampling, Scheme)
-        return sampling.draw(num_records, step=step, rng=rng)

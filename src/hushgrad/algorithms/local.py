@@ -79,6 +79,7 @@ class LocalGd:
     pure: bool = False
     output: Output = last
     carries_metrics: ClassVar[bool] = False
+    repeats: ClassVar[tuple[int, int]] = (0, 1)
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """One report of each record."""

@@ -103,6 +103,7 @@ class Srm:
     step_norm: float | None = None
     output: Output = last
     one_bound: ClassVar[bool] = False
+    repeats: ClassVar[tuple[int, int]] = (1, 1)
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
@@ -253,6 +254,11 @@ class SpiderBoost:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"expected {name} > 0 and finite, got {value}; leave it out")
+
+    @property
+    def repeats(self) -> tuple[int, int]:
+        """The anchors come back every `period` steps."""
+        return 0, self.period
 
     def stage(self, step: int, conditions: Conditions) -> StepPlan:
         """Anchors have their own batch."""

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from hushgrad.algorithms.algorithm import Scheduled
+from hushgrad.algorithms.schedule import Scheduled
 from hushgrad.rng import Rng
 from hushgrad.run.metrics import Metrics
 from hushgrad.run.plan import Plan

@@ -15,7 +15,8 @@ from hushgrad.accounting import PLD, Accountant, Target, least_noise
 from hushgrad.accounting.accountants import require_delta
 from hushgrad.accounting.calibration import require_proof
 from hushgrad.algorithms import Algorithm, Conditions, Sgd, StepPlan
-from hushgrad.algorithms.algorithm import INDEPENDENT, AlgorithmParts, Schedule, count_stages
+from hushgrad.algorithms.algorithm import INDEPENDENT, AlgorithmParts
+from hushgrad.algorithms.schedule import Schedule, count_stages
 from hushgrad.clipping.groups import Grouping, whole
 from hushgrad.clipping.rules import Adaptive, Clip, automatic
 from hushgrad.events import repeated, steps_of
@@ -126,7 +127,7 @@ class Plan:
 
     def stage(self, step: int) -> StepPlan:
         """The batch of one step, what it may release, and how much noise each release gets."""
-        return self.parts.stage(step, self.conditions)
+        return self.schedule.stage(step)
 
     @property
     def stages(self) -> list[tuple[StepPlan, int]]:

@@ -51,6 +51,7 @@ def check_algorithm(algorithm: Algorithm, *, steps: int = 6, **options: Any) -> 
         conditions["epochs"] = steps * conditions["batch"] / _RECORDS
         planned = plan(**conditions)
         _require_cost(planned)
+        _require_stated_stages(planned)
         for seed in range(2):
             _taken(planned, seed, forced=False)
         one, other = (_taken(planned, seed, forced=True) for seed in range(2))
@@ -87,6 +88,16 @@ def _require_cost(planned: Plan) -> None:
             f"expected a run that costs something finite, got ε = {epsilon}; state the noise of "
             "each release in `stage`, or a `limit`"
         )
+
+
+def _require_stated_stages(planned: Plan) -> None:
+    """A step may release what the run was charged for, and an algorithm must not expect more."""
+    for step in range(planned.steps):
+        if planned.parts.stage(step, planned.conditions) != planned.stage(step):
+            raise AssertionError(
+                f"expected stage({step}) to be as `repeats` = {planned.parts.repeats} says, got "
+                "another; leave `repeats` out, and each step is asked for"
+            )
 
 
 def _forced(bounded: Bounded, noise: Noise, *, rng: Rng, step: int) -> Released:

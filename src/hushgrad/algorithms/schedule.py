@@ -53,7 +53,7 @@ class Schedule:
         """
         if step >= self._first:
             step = self._first + (step - self._first) % self._length
-        return self._kinds[self._which[step]]
+        return self._kinds[int(self._which[step])]
 
     def counts(self, steps: int) -> list[tuple[StepPlan, int]]:
         """Return each distinct plan of a step with its number of steps, in the order of first

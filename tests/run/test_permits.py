@@ -17,7 +17,7 @@ from hushgrad.accounting import RDP
 from hushgrad.algorithms import Agd, FedAvg, LocalGd, PerDistance, Sgd, SpiderBoost, Srm, noisy_min
 from hushgrad.algorithms.algorithm import StepPlan
 from hushgrad.clipping.rules import Clip, abadi
-from hushgrad.noise import gaussian, laplace
+from hushgrad.noise import Independent, Noise, gaussian, laplace
 from hushgrad.run.permit import ZcdpLimit
 from hushgrad.run.query import ClippedSum, Summand, answerable
 from hushgrad.run.step import StepContext
@@ -323,3 +323,14 @@ def test_a_step_gets_the_noise_that_its_run_is_charged_for() -> None:
     assert {plan.noise_at(step).noise_multiplier for step in range(4)} == {1.0}
     with pytest.raises(AssertionError, match="leave `repeats` out"):
         check_algorithm(Wavering())
+
+
+def flattering(noise_multiplier: float) -> Noise:
+    """1 % less noise than the accountant is told of."""
+    return replace(gaussian(noise_multiplier), scale=gaussian(0.99 * noise_multiplier).scale)
+
+
+def test_a_kind_of_noise_that_applies_less_than_its_event_states_is_refused() -> None:
+    run, net = run_of(Sgd(), noise=Independent(flattering))
+    with pytest.raises(Refused, match="expected noise of at least"):
+        run.step(loss_of(net), next(iter(run)))

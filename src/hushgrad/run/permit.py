@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from dp_accounting import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+)
 from dp_accounting.dp_event import ZCDpEvent
 
 from hushgrad.batches.records import count
@@ -266,9 +272,21 @@ def _require_noise(noise: Noise, allowed: Allowance, bounded: Bounded, *, multip
         )
     # With a limit the algorithm chooses a multiple of noise 1, and pays for what it chooses.
     times = noise.noise_multiplier if multiples else 1.0
-    least, scale = times * kind.scale(bounded), noise.scale(bounded)
+    # A kind of noise is accounted for by its event, which must not state more than its scale.
+    least, scale = times * max(kind.scale(bounded), _stated(kind, bounded)), noise.scale(bounded)
     if not scale >= least:  # nan is not
         raise Refused(
             f"expected noise of at least {least:.6g}, which the plan accounts for, got "
             f"{scale:.6g}; leave the noise to the plan"
         )
+
+
+def _stated(noise: Noise, bounded: Bounded) -> float:
+    """Return the scale that the event of a kind of noise stands for."""
+    match noise.event:
+        case GaussianDpEvent():
+            return float(noise.event.noise_multiplier) * bounded.l2
+        case LaplaceDpEvent() if bounded.l1 is not None:
+            return float(noise.event.noise_multiplier) * bounded.l1
+        case _:  # one of the library's own, whose cost the kind's run_event states
+            return 0.0

@@ -20,7 +20,7 @@ CERTIFY = importlib.import_module("hushgrad.gradients.certification.certify")
 
 
 class Flips:
-    """Makes `compare` find gradients off by so much at these of its points, as a flip would."""
+    """Make `compare` report gradients that differ by this much at some points, as a flip would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Linear) -> None:
         self.points: list[float] = []  # each is known by a weight
